@@ -1,0 +1,162 @@
+"""Where ZeRO keeps this rank's share of gradients, masters and weights, under one name for all stages.
+
+It is: the reading of DeepSpeed's bookkeeping (stages 1, 2 in one class, stage 3 in another) that norm, clipping,
+tests and saving need. It is not: a change of anything in DeepSpeed (see `deepspeed_shims.py`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from parallax.strategies.comm import AxisComm
+
+
+class Shards(ABC):
+    """This rank's share, over the data axis, of what `optimizer` (DeepSpeed's) holds."""
+
+    def __init__(self, optimizer: Any, comm: AxisComm) -> None:
+        self.optimizer = optimizer
+        self.comm = comm
+
+    @abstractmethod
+    def members(self) -> list[tuple[int, list[nn.Parameter]]]:
+        """Key in `averaged_gradients` -> parameters its list of gradients begins with, in order."""
+
+    @property
+    @abstractmethod
+    def masters(self) -> list[Tensor]:
+        """Flat tensors the user's optimizer works on."""
+
+    @abstractmethod
+    def offset(self, key: int, param: nn.Parameter) -> int:
+        """Where in the flattened parameter this rank's share begins."""
+
+    @abstractmethod
+    def publish_masters(self) -> None:
+        """Make the weights of every data rank equal to the masters. Collective over the data axis."""
+
+    @abstractmethod
+    def full_param(self, param: nn.Parameter) -> Tensor:
+        """The whole weight, a new tensor. Collective over the data axis."""
+
+    @abstractmethod
+    def stored(self, param: nn.Parameter) -> Tensor:
+        """What this rank keeps of a weight between steps."""
+
+    @abstractmethod
+    def before_reduce(self) -> None:
+        """Forget the previous step's reduced gradients."""
+
+    @contextmanager
+    def optimizer_params(self) -> Iterator[None]:
+        """Inside, the user's optimizer lists the masters in its groups."""
+        yield
+
+    def refresh_masters(self) -> None:
+        """Take the masters from the weights."""
+        self.optimizer.refresh_fp32_params()
+
+    def grads(self, wanted: set[nn.Parameter] | None = None) -> list[Tensor]:
+        """This rank's shares of the reduced gradients (of `wanted` only), in the dtype of the masters."""
+        out = []
+        for key, params in self.members():
+            shares = self.optimizer.averaged_gradients[key]
+            dtype = self.masters[0].dtype
+            if shares and shares[0].dtype != dtype:  # widened once, in place of what DeepSpeed would widen later
+                shares = self.optimizer.averaged_gradients[key] = [share.to(dtype) for share in shares]
+            out += [s for s, p in zip(shares, params, strict=False) if wanted is None or p in wanted]
+        return out
+
+    def full_grad(self, param: nn.Parameter, shape: torch.Size) -> Tensor:
+        """The whole reduced gradient of `param`, of `shape`, a new tensor. Collective over the data axis."""
+        whole = torch.zeros(shape, dtype=self.masters[0].dtype, device=param.device)
+        for key, params in self.members():
+            for share, p in zip(self.optimizer.averaged_gradients[key], params, strict=False):
+                if p is param:
+                    start = self.offset(key, param)
+                    flat = share.reshape(-1)[: max(whole.numel() - start, 0)]  # the last share of ZeRO-3 is padded
+                    whole.view(-1)[start : start + flat.numel()] += flat
+        self.comm.all_reduce(whole)
+        return whole
+
+
+class PartitionedStates(Shards):
+    """ZeRO-1 and ZeRO-2: weights whole, one flat partition per parameter group."""
+
+    def members(self) -> list[tuple[int, list[nn.Parameter]]]:
+        return list(enumerate(self.optimizer.params_in_partition))
+
+    @property
+    def masters(self) -> list[Tensor]:
+        return list(self.optimizer.single_partition_of_fp32_groups)
+
+    def offset(self, key: int, param: nn.Parameter) -> int:
+        zero = self.optimizer
+        return int(zero.grad_start_offset[key][self.comm.index][zero.get_param_id(param)])
+
+    def publish_masters(self) -> None:
+        self.optimizer.update_lp_params()
+
+    def full_param(self, param: nn.Parameter) -> Tensor:
+        return param.detach().clone()
+
+    def stored(self, param: nn.Parameter) -> Tensor:
+        return param
+
+    def before_reduce(self) -> None:
+        pass  # averaged gradients are made anew
+
+
+class PartitionedWeights(Shards):
+    """ZeRO-3: every parameter cut into one equal share per data rank, the last one padded."""
+
+    def members(self) -> list[tuple[int, list[nn.Parameter]]]:
+        return list(enumerate(self.optimizer.fp16_groups))
+
+    @property
+    def masters(self) -> list[Tensor]:
+        return list(self.optimizer.fp32_partitioned_groups_flat)
+
+    def offset(self, key: int, param: Any) -> int:
+        return int(self.comm.index * param.partition_numel())
+
+    @contextmanager
+    def optimizer_params(self) -> Iterator[None]:
+        self.optimizer._set_fp32_optimizer_param_groups()
+        try:
+            yield
+        finally:
+            self.optimizer._clear_fp32_optimizer_param_groups()
+
+    def publish_masters(self) -> None:
+        for group, _ in self.members():
+            self.optimizer._reassign_or_swap_out_partitioned_parameters(group)
+        self.regather()
+
+    def refresh_masters(self) -> None:
+        super().refresh_masters()
+        self.regather()
+
+    def regather(self) -> None:
+        """Parameters small enough to stay whole are whole copies of shares that have changed."""
+        self.optimizer._partition_all_parameters()
+        small = self.optimizer.persistent_parameters
+        if small:
+            small[0].all_gather(small)
+
+    def full_param(self, param: Any) -> Tensor:
+        flat = self.comm.all_gather(param.ds_tensor.detach().reshape(-1).clone())
+        return flat[: param.ds_numel].view(param.ds_shape)
+
+    def stored(self, param: Any) -> Tensor:
+        share: Tensor = param.ds_tensor
+        return share
+
+    def before_reduce(self) -> None:
+        self.optimizer.grad_partitions_flat_buffer.zero_()  # else the share of a parameter unused now is last step's

@@ -1,0 +1,126 @@
+"""The data engine without sharding: every data rank holds the whole of its part and they average gradients.
+
+It is: ZeRO stage 0 (plain data parallelism, "ddp"), with fp32 master weights for narrow parameters and the
+loss scale of 16-mixed. It is not: built on `DistributedDataParallel`, whose reducer expects one forward and
+one backward at a time; under a pipeline several micro-batches are in flight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from parallax.plugins.data.base import Clip, DataEngine, StepResult, T
+from parallax.plugins.data.buckets import GradBuckets
+from parallax.plugins.data.clipping import apply_plan, plan_step
+from parallax.plugins.data.masters import MasterWeights
+from parallax.plugins.data.state import cloned, trained_names
+from parallax.strategies.layout import Layout
+from parallax.strategies.mesh import Mesh
+from parallax.strategies.precision import LossScale
+
+
+class ReplicatedEngine(DataEngine):
+    """Averages flat gradient buffers over the data axis and runs the user's optimizer as it is.
+
+    A parameter that no backward reached on any data rank keeps `grad None`: the optimizer skips it, as in one
+    process. Frozen parameters and parameters outside the optimizer are not reduced. `requires_grad` is read at
+    set-up; a parameter unfrozen later is not trained.
+    """
+
+    name: ClassVar[str] = "ddp"
+    zero_stages: ClassVar[tuple[int, ...]] = (0,)
+
+    @classmethod
+    def check(cls, layout: Layout) -> None:
+        if layout.zero_stage not in cls.zero_stages:
+            raise ValueError(
+                f"data engine 'ddp' keeps everything on every data rank (zero_stage 0), but the layout asks for "
+                f"zero_stage {layout.zero_stage}; use data_engine='deepspeed' or zero_stage=0"
+            )
+
+    def setup(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer | None,
+        *,
+        mesh: Mesh,
+        layout: Layout,
+        owned: Callable[[str], bool],
+        scale: LossScale | None = None,
+    ) -> None:
+        self.module, self.optimizer, self.mesh, self.scale = module, optimizer, mesh, scale
+        self.trained = {} if optimizer is None else trained_names(module, optimizer)
+        self.owned = [p for name, p in self.trained.items() if owned(name)]
+        self.buckets = GradBuckets(self.trained.values(), mesh["data"])
+        self.masters = None if optimizer is None else MasterWeights(optimizer)
+        self.device = next((p.device for p in module.parameters()), torch.device("cpu"))
+
+    def forward(self, fn: Callable[..., T], *args: Any) -> T:
+        return fn(*args)
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    def reduce(self) -> None:
+        self.buckets.reduce()
+
+    @torch.no_grad()
+    def step(self, clip: Clip) -> StepResult:
+        if self.optimizer is None or self.masters is None:
+            raise ValueError("step needs an optimizer, and this engine was set up without one (evaluation only)")
+        counted = [p.grad for p in self.owned if p.grad is not None]
+        plan = plan_step(counted, clip, self.scale, mesh=self.mesh, device=self.device, sharded=False)
+        if not plan.overflow:
+            narrow = self.masters.take_grads()
+            apply_plan(narrow + [g for g in self.buckets.grads if g.dtype in (torch.float32, torch.float64)], plan)
+            self.optimizer.step()
+            self.masters.write_back()
+        if self.scale is not None:
+            self.scale.update(plan.overflow)
+        self.buckets.clear()
+        for p in self.module.parameters():
+            if p not in self.buckets.views:
+                p.grad = None
+        return StepResult(plan.norm, plan.overflow)
+
+    def full_grad(self, fqn: str) -> Tensor | None:
+        """The reduced gradient, with the loss scale taken out; None when frozen or unused in this step."""
+        param = self.trained.get(fqn)
+        if param is None or param.grad is None:
+            return None
+        return param.grad.clone() if self.scale is None else param.grad / self.scale.value
+
+    def full_param(self, fqn: str) -> Tensor:
+        return self.module.get_parameter(fqn).detach().clone()
+
+    def module_state(self) -> dict[str, Any]:
+        return dict(cloned(dict(self.module.state_dict())))
+
+    def load_module_state(self, state: dict[str, Any]) -> None:
+        self.module.load_state_dict(state)
+        if self.masters is not None:
+            self.masters.refresh()
+
+    def optimizer_state(self) -> dict[str, Any]:
+        """The optimizer's own state dict and, for narrow parameters, the masters in the optimizer's order."""
+        if self.optimizer is None or self.masters is None:
+            return {}
+        masters = list(self.masters.pairs.values())
+        return dict(cloned({"optimizer": self.optimizer.state_dict(), "masters": masters}))
+
+    @torch.no_grad()
+    def load_optimizer_state(self, state: dict[str, Any]) -> None:
+        if self.optimizer is None or self.masters is None:
+            return
+        self.optimizer.load_state_dict(state["optimizer"])
+        for master, saved in zip(self.masters.pairs.values(), state["masters"], strict=True):
+            master.copy_(saved)
+        self.masters.write_back()
+
+    def teardown(self) -> None:
+        self.buckets.release()

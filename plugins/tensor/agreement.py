@@ -1,0 +1,70 @@
+"""One-time checks that the ranks of the axis agree on what must be the same on all of them.
+
+It is: the detection of ranks that were given different batches, of uncut parameters that work on cut activations
+without the plan saying so (their gradients are partial and the copies drift apart), and of ranks with different
+random numbers. It is not: a check of every step: each runs once, and adds no bytes to any later step.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning_utilities import apply_to_collection
+from torch import Tensor
+
+from parallax.strategies.comm import AxisComm
+
+TOLERANCE = 1e-2
+"""Allowed difference relative to the norm: far above any rounding, far below what a partial gradient misses."""
+
+
+def fingerprint(values: Tensor) -> tuple[float, float]:
+    """Norm of `values` and its projection on a fixed direction with elements of order one."""
+    values = torch.view_as_real(values) if values.is_complex() else values
+    flat = values.detach().reshape(-1).to(torch.float64 if values.device.type == "cpu" else torch.float32)
+    wave = torch.cos(torch.arange(flat.numel(), device=flat.device, dtype=flat.dtype) * 2.399963)  # golden angle
+    return float(flat.norm()), float(flat @ wave)
+
+
+def require_same_batch(batch: Any, comm: AxisComm) -> None:
+    """Raise a ValueError, the same on every rank of `comm`, unless all have the same tensors in `batch`."""
+    mine: list[str] = []  # as text, where nan equals nan
+    apply_to_collection(batch, Tensor, lambda t: mine.append(f"{tuple(t.shape)} {fingerprint(t)}"))
+    everyone = comm.gather_objects(mine)
+    other = next((rank for rank, theirs in zip(comm.ranks, everyone, strict=True) if theirs != everyone[0]), None)
+    if other is not None:
+        raise ValueError(
+            f"ranks {comm.ranks[0]} and {other} share one copy of the model (axis {comm.axis!r}) but were given "
+            "different batches; a data loader must depend on the data-parallel rank alone: give its shuffling and "
+            "augmentation the same seed on both, or let the strategy inject its sampler"
+        )
+
+
+def require_agreement(grads: dict[str, Tensor], comm: AxisComm) -> bool:
+    """Compare the gradients of whole parameters over `comm`, by FQN.
+
+    Returns:
+        Whether the question is settled: False when a gradient is not finite. The same on every rank.
+
+    Raises:
+        ValueError: names the parameters that differ and what to change; the same on every rank.
+    """
+    everyone = comm.gather_objects({fqn: fingerprint(grad) for fqn, grad in grads.items()})
+    shared = [fqn for fqn in everyone[0] if all(fqn in other for other in everyone)]
+    numbers = torch.tensor([[other[fqn] for fqn in shared] for other in everyone], dtype=torch.float64)
+    if not bool(torch.isfinite(numbers).all()):
+        return False
+    if not shared:
+        return True
+    spread = (numbers.amax(0) - numbers.amin(0)).amax(-1)
+    differ = [f for f, far in zip(shared, (spread > TOLERANCE * numbers[..., 0].amax(0)).tolist(), strict=True) if far]
+    if not differ:
+        return True
+    names = ", ".join(differ[:5]) + (f" and {len(differ) - 5} more" if len(differ) > 5 else "")
+    raise ValueError(
+        f"{len(differ)} of {len(shared)} uncut parameters got different gradients on the ranks of axis "
+        f"{comm.axis!r}: {names}. If only few are named, they work on cut activations: give their modules the style "
+        "'replicated_with_grad_allreduce' in the plan. If most are, the ranks of one tensor-parallel group drew "
+        "different random numbers (dropout): seed them alike"
+    )

@@ -1,0 +1,215 @@
+"""Where plans come from, and which module each entry names.
+
+It is: the collection of rules (given to the plugin, `tp_plan` attributes, plans that Hugging Face models carry,
+the table of known models, input embeddings), their resolution to FQNs, and the completion over tied weights.
+It is not: what a style means (`styles.py`) or how it is carried out (`plugin.py`).
+
+Patterns are FQNs relative to the module that carries the plan; `*` stands for one path component. When several
+rules name one module, the first of this order decides: the plugin's own plan, then `tp_plan` attributes from
+the outermost module inwards, then the table of known models, then the input embedding of a Hugging Face model
+(cut over the vocabulary even where its plan does not say so, as Megatron-LM does).
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from torch import nn
+
+from parallax.plugins.tensor.known import KNOWN_PLANS, LM_HEAD
+from parallax.plugins.tensor.shards import is_embedding
+from parallax.plugins.tensor.styles import Style, is_expert_word, parse_style
+
+HOW_TO = (
+    "give it one: a `tp_plan` attribute on the module or TensorParallel(plan={...}), e.g. "
+    'self.tp_plan = {"layers.*.attn.q": "colwise", "layers.*.attn.out": "rowwise"}'
+)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One entry of a plan.
+
+    Attributes:
+        pattern: FQN from the root, with `*` for one component.
+        style: its word.
+        source: who says so, for messages.
+        strict: whether naming nothing is a mistake. Plans that models carry name parts of variants they are not.
+    """
+
+    pattern: str
+    style: str
+    source: str
+    strict: bool
+
+    def names(self, fqn: str) -> bool:
+        return _matcher(self.pattern).fullmatch(fqn) is not None
+
+
+@cache
+def _matcher(pattern: str) -> re.Pattern[str]:
+    return re.compile(r"\.".join(r"[^.]+" if part == "*" else re.escape(part) for part in pattern.split(".")))
+
+
+@dataclass(frozen=True)
+class Target:
+    """A module (or, for `Kind.LOCAL_SIZE`, an integer attribute of it) and what is done to it."""
+
+    fqn: str
+    module: nn.Module
+    style: Style
+
+
+def hf_type() -> type[nn.Module] | None:
+    """transformers' `PreTrainedModel` if transformers is in use, else None (it is never imported here)."""
+    found: Any = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
+    return found if isinstance(found, type) else None
+
+
+def hf_models(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """(FQN, module) of the outermost Hugging Face models inside `model`."""
+    base, found = hf_type(), list[str]()
+    for fqn, module in model.named_modules():
+        inside = any(not outer or fqn.startswith(f"{outer}.") for outer in found)
+        if base is not None and isinstance(module, base) and not inside:
+            found.append(fqn)
+            yield fqn, module
+
+
+def is_foreign(module: nn.Module) -> bool:
+    """Whether the module lives on another pipeline stage and is only a stub here."""
+    return bool(getattr(module, "is_foreign", False))
+
+
+def collect_rules(model: nn.Module, plan: Mapping[str, str] | None = None) -> list[Rule]:
+    """All rules for `model`, in order of precedence.
+
+    Raises:
+        ValueError: there is no plan at all, or a Hugging Face model has none for its layers.
+    """
+    rules = [Rule(p, s, "the plan given to TensorParallel", True) for p, s in (plan or {}).items()]
+    base = hf_type()
+    for fqn, module in model.named_modules():
+        carried = getattr(module, "tp_plan", None)
+        if carried is None:
+            continue
+        owner = f"the tp_plan of {type(module).__name__}"
+        if not isinstance(carried, Mapping) or not all(isinstance(w, str) for w in carried.values()):
+            raise ValueError(f"{owner} must be a dict of FQN pattern -> style word, got {carried!r}")
+        strict = base is None or not isinstance(module, base)
+        rules += [Rule(_join(fqn, p), s, owner, strict) for p, s in carried.items()]
+    for fqn, module in hf_models(model):
+        rules += _known_rules(fqn, module)
+        rules += _embedding_rules(model, module)
+        if not any(_cuts_layers(rule) and (rule.strict or _below(fqn, rule.pattern)) for rule in rules):
+            raise ValueError(
+                f"{_describe(module)} has no tensor-parallel plan for its layers and is no known type; {HOW_TO}"
+            )
+    if not rules:
+        raise ValueError(f"{type(model).__name__} has no tensor-parallel plan and is no known type; {HOW_TO}")
+    return rules
+
+
+def _known_rules(fqn: str, module: nn.Module) -> list[Rule]:
+    plan = KNOWN_PLANS.get(str(getattr(getattr(module, "config", None), "model_type", None)), {})
+    prefix = str(getattr(module, "base_model_prefix", ""))
+    base = _join(fqn, prefix) if prefix and hasattr(module, prefix) else fqn
+    source = f"the known plan of {type(module).__name__}"
+    rules = [Rule(_join(base, p), s, source, False) for p, s in plan.items()]
+    return rules + [Rule(_join(fqn, p), s, source, False) for p, s in LM_HEAD.items() if plan]
+
+
+def _embedding_rules(model: nn.Module, module: nn.Module) -> list[Rule]:
+    get: Any = getattr(module, "get_input_embeddings", None)
+    try:
+        embedding = get() if get is not None else None
+    except (NotImplementedError, AttributeError):
+        return []  # models without token ids
+    if not is_embedding(type(embedding)):
+        return []
+    fqn = next((name for name, m in model.named_modules() if m is embedding), None)
+    return [] if fqn is None else [Rule(fqn, "embedding_rowwise", "the input embedding", False)]
+
+
+def _cuts_layers(rule: Rule) -> bool:
+    """Whether the rule is about more than the embedding and the head."""
+    return "*" in rule.pattern or rule.strict
+
+
+def _describe(module: nn.Module) -> str:
+    return f"{type(module).__name__} (model_type {getattr(getattr(module, 'config', None), 'model_type', None)!r})"
+
+
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
+
+
+def _below(prefix: str, pattern: str) -> bool:
+    return not prefix or pattern.startswith(f"{prefix}.")
+
+
+def resolve(model: nn.Module, rules: list[Rule], *, complete: bool) -> dict[str, Target]:
+    """FQN -> target for every module of `model` that a rule names, tied weights included.
+
+    Args:
+        complete: whether `model` is whole. Once a pipeline has cut it, rules may name nothing here.
+
+    Raises:
+        ValueError: a word that is not implemented, a strict rule that names nothing, or a rule that names a
+            bare parameter.
+    """
+    modules = {fqn: module for fqn, module in model.named_modules(remove_duplicate=False) if fqn}
+    params = {fqn for fqn, _ in model.named_parameters(remove_duplicate=False)}
+    targets: dict[str, Target] = {}
+    for rule in sorted(rules, key=lambda r: not is_expert_word(r.style)):  # the refusal that explains most comes first
+        hits = list(_hits(rule, model, modules))
+        bare = sorted(p for p in params if rule.names(p))
+        if not (hits or bare):
+            if rule.strict and complete:
+                raise ValueError(
+                    f"{rule.source} names {rule.pattern!r}, which matches nothing in {type(model).__name__}"
+                )
+            continue
+        style = parse_style(rule.style, rule.pattern)
+        if bare:
+            raise ValueError(
+                f"{rule.source} gives style {rule.style!r} to {bare[0]!r}, a parameter by itself, which is not "
+                "implemented; name the module it is in"
+            )
+        for fqn, module in hits:
+            if not is_foreign(module):
+                targets.setdefault(fqn, Target(fqn, module, style))
+    _follow_ties(modules, targets)
+    return targets
+
+
+def _hits(rule: Rule, model: nn.Module, modules: dict[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    if rule.style != "local_size":
+        yield from ((fqn, module) for fqn, module in modules.items() if rule.names(fqn))
+        return
+    name = rule.pattern.rpartition(".")[2]
+    for fqn, module in [("", model), *modules.items()]:
+        if rule.names(_join(fqn, name)) and (is_foreign(module) or isinstance(getattr(module, name, None), int)):
+            yield _join(fqn, name), module
+
+
+def _follow_ties(modules: dict[str, nn.Module], targets: dict[str, Target]) -> None:
+    """Give every other owner of a vocabulary-cut weight the matching style: embedding <-> head."""
+    tied = {id(weight): t for t in targets.values() if t.style.pads and (weight := _weight(t.module)) is not None}
+    for fqn, module in modules.items():
+        first = tied.get(id(_weight(module)))
+        if first is None or fqn in targets or module is first.module:
+            continue
+        if is_embedding(type(module)):
+            targets[fqn] = Target(fqn, module, parse_style("embedding_rowwise", fqn))
+        elif type(module) is nn.Linear:
+            targets[fqn] = Target(fqn, module, parse_style("colwise_gather_output", fqn))
+
+
+def _weight(module: nn.Module) -> nn.Parameter | None:
+    return module._parameters.get("weight")

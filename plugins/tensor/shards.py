@@ -1,0 +1,122 @@
+"""Where the cuts of one module's parameters fall.
+
+It is: arithmetic from (module, style, axis size, axis index) to one `ParamShard` per parameter, and the
+conditions under which the cut is even. It is not: anything that touches tensors or communicates.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from parallax.plugins.base import ParamShard
+from parallax.plugins.tensor.styles import Kind, Style
+
+
+def conv1d_type() -> type[nn.Module] | None:
+    """`transformers.pytorch_utils.Conv1D` if transformers is in use, else None (it is never imported here)."""
+    found: Any = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
+    return found if isinstance(found, type) else None
+
+
+def is_embedding(kind: type) -> bool:
+    """Exactly `nn.Embedding`, or transformers' scaled ones, whose forward multiplies that of `nn.Embedding`."""
+    scaled = kind.__module__.startswith("transformers.") and kind.__name__.endswith("ScaledWordEmbedding")
+    return kind is nn.Embedding or (scaled and issubclass(kind, nn.Embedding))
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a style cuts one module.
+
+    Attributes:
+        dims: parameter name -> tensor dim that is cut; parameters not named stay whole.
+        size: length of the cut dim.
+        label: attribute that holds it, for messages ("out_features").
+        blocks: lengths of the fused blocks along it, in order.
+    """
+
+    dims: dict[str, int]
+    size: int
+    label: str
+    blocks: tuple[int, ...]
+
+
+def cut_of(fqn: str, module: nn.Module, style: Style) -> Cut:
+    """The cut of `module` under a column, row or embedding style.
+
+    Raises:
+        ValueError: the module's exact type is not one that can be cut this way, or its blocks do not fit.
+    """
+    kind = type(module)
+    if style.kind is Kind.EMBEDDING and is_embedding(kind):
+        assert isinstance(module, nn.Embedding)
+        return Cut({"weight": 0}, module.num_embeddings, "num_embeddings", (module.num_embeddings,))
+    column = style.kind is Kind.COLUMN
+    if style.kind in (Kind.COLUMN, Kind.ROW):
+        if kind is nn.Linear:
+            assert isinstance(module, nn.Linear)
+            size = module.out_features if column else module.in_features
+            label = "out_features" if column else "in_features"
+            dims = {"weight": 0, "bias": 0} if column else {"weight": 1}
+            return Cut(dims, size, label, _blocks(fqn, label, size, style))
+        if kind is conv1d_type():  # y = x W + b with W stored [in, out]
+            size = int(getattr(module, "nf" if column else "nx"))
+            label = "nf" if column else "nx"
+            dims = {"weight": 1, "bias": 0} if column else {"weight": 0}
+            return Cut(dims, size, label, _blocks(fqn, label, size, style))
+    raise ValueError(
+        f"{fqn!r} is a {kind.__module__}.{kind.__qualname__}, which style {style.word!r} cannot cut; column and row "
+        "styles take exactly torch.nn.Linear or transformers' Conv1D, embedding_rowwise exactly torch.nn.Embedding"
+    )
+
+
+def _blocks(fqn: str, label: str, size: int, style: Style) -> tuple[int, ...]:
+    parts = sum(style.blocks)
+    if size % parts:
+        raise ValueError(
+            f"{fqn}.{label}={size} does not divide into blocks in the proportions {style.blocks} of {style.word!r}"
+        )
+    return tuple(size // parts * share for share in style.blocks)
+
+
+def shard(shape: tuple[int, ...], dim: int, blocks: tuple[int, ...], size: int, index: int) -> ParamShard:
+    """Rank `index`'s part of a tensor whose `dim` is made of `blocks`, each cut evenly over `size` ranks.
+
+    One block that does not divide is padded: every rank holds ceil(block / size) rows, the last ones zero.
+    """
+    ranges, at, pad = [], 0, 0
+    for block in blocks:
+        rows = -(-block // size)
+        start, stop = min(index * rows, block), min((index + 1) * rows, block)
+        ranges.append((at + start, at + stop))
+        pad += rows - (stop - start)
+        at += block
+    return ParamShard(shape, dim, tuple(ranges), pad)
+
+
+def module_shards(fqn: str, module: nn.Module, style: Style, size: int, index: int) -> dict[str, ParamShard]:
+    """Parameter name -> shard, for the parameters of `module` that `style` cuts.
+
+    Raises:
+        ValueError: as `cut_of`, or the cut is uneven and the style does not pad.
+    """
+    cut = cut_of(fqn, module, style)
+    if not style.pads and any(block % size for block in cut.blocks):
+        raise ValueError(f"{fqn}.{cut.label}={cut.size} (blocks of {cut.blocks}) is not divisible by {size}")
+    out = {}
+    for name, dim in cut.dims.items():
+        param = getattr(module, name, None)
+        if param is not None:
+            out[name] = shard(tuple(param.shape), dim, cut.blocks, size, index)
+    return out
+
+
+def vocabulary(module: nn.Module, size: int, index: int) -> tuple[int, int]:
+    """[start, stop) of the ids whose vectors rank `index` of an embedding holds, without padding."""
+    assert isinstance(module, nn.Embedding)
+    rows = module.num_embeddings
+    return shard((rows,), 0, (rows,), size, index).ranges[0]

@@ -1,0 +1,111 @@
+"""What each word of a tensor-parallel plan means here.
+
+It is: the vocabulary (`parse_style`), the same words `transformers` uses in its plans. It is not: where plans
+come from (`plans.py`), how tensors are cut (`shards.py`) or what runs (`layers.py`).
+
+| word | weight | input -> output |
+|---|---|---|
+| `colwise` | output features cut | whole -> this rank's slice |
+| `colwise_gather_output` (`colwise_rep`) | output features cut, padded if need be | whole -> whole (all-gather) |
+| `rowwise` | input features cut, bias whole and added once | slice -> whole (all-reduce) |
+| `rowwise_split_input` (`rowwise_rep`) | as `rowwise` | whole (sliced here) -> whole |
+| `packed_colwise`, `packed_rowwise` | as above, each fused block cut separately | |
+| `embedding_rowwise` | vocabulary rows cut, padded if need be | ids -> whole vectors (all-reduce) |
+| `replicated_with_grad_allreduce` | whole | each rank sees a part of the data: gradients are summed |
+| `replicate` | whole | nothing changes |
+| `local_size` | names an integer attribute, divided by the axis size | |
+
+Fused blocks: `packed_colwise` alone means two equal blocks (gate and up, as in `transformers`);
+`packed_colwise(3)` means three equal ones and `packed_colwise(4,1,1)` blocks in these proportions.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Kind(Enum):
+    """What is done to the thing a plan entry names."""
+
+    COLUMN = "column"
+    ROW = "row"
+    EMBEDDING = "embedding"
+    SUM_GRAD = "sum_grad"
+    WHOLE = "whole"
+    LOCAL_SIZE = "local_size"
+
+
+@dataclass(frozen=True)
+class Style:
+    """One parsed word.
+
+    Attributes:
+        word: as written in the plan, for messages.
+        kind: what is done.
+        whole_outside: the activation on the far side of the cut is whole: a column's output is gathered, a
+            row's input is sliced here.
+        blocks: proportions of the fused blocks along the cut dim; (1,) when nothing is fused.
+    """
+
+    word: str
+    kind: Kind
+    whole_outside: bool = False
+    blocks: tuple[int, ...] = (1,)
+
+    @property
+    def pads(self) -> bool:
+        """Whether a size that the axis does not divide is padded with zero rows rather than refused."""
+        return self.kind is Kind.EMBEDDING or (self.kind is Kind.COLUMN and self.whole_outside)
+
+
+_WORDS: dict[str, tuple[Kind, bool]] = {
+    "colwise": (Kind.COLUMN, False),
+    "colwise_gather_output": (Kind.COLUMN, True),
+    "colwise_rep": (Kind.COLUMN, True),
+    "rowwise": (Kind.ROW, False),
+    "rowwise_split_input": (Kind.ROW, True),
+    "rowwise_rep": (Kind.ROW, True),
+    "packed_colwise": (Kind.COLUMN, False),
+    "packed_rowwise": (Kind.ROW, False),
+    "embedding_rowwise": (Kind.EMBEDDING, False),
+    "replicated_with_grad_allreduce": (Kind.SUM_GRAD, False),
+    "replicate": (Kind.WHOLE, False),
+    "local_size": (Kind.LOCAL_SIZE, False),
+}
+IMPLEMENTED = tuple(_WORDS)
+_EXPERT_WORDS = frozenset({"grouped_gemm", "ep_dispatch_experts", "ep_router", "moe_tp_experts", "moe_identity_expert"})
+_CALL = re.compile(r"(?P<word>packed_\w+)\((?P<blocks>\s*\d+\s*(,\s*\d+\s*)*)\)")
+
+
+def is_expert_word(text: str) -> bool:
+    """Whether the word belongs to mixture-of-experts layers."""
+    return text in _EXPERT_WORDS
+
+
+def parse_style(text: str, target: str) -> Style:
+    """The meaning of `text`, the style a plan gives to `target` (an FQN or a pattern, for messages).
+
+    Raises:
+        ValueError: the word is not implemented, or its blocks are not positive.
+    """
+    if is_expert_word(text):
+        raise ValueError(
+            f"style {text!r} of {target!r} cuts mixture-of-experts layers, which needs an expert-parallel plugin; "
+            f"the tensor plugin implements: {', '.join(IMPLEMENTED)}"
+        )
+    word = text
+    blocks: tuple[int, ...] = (1,)
+    if call := _CALL.fullmatch(text):
+        word = call["word"]
+        numbers = tuple(int(n) for n in call["blocks"].split(","))
+        blocks = numbers if len(numbers) > 1 else (1,) * numbers[0]
+        if not blocks or min(blocks) < 1:
+            raise ValueError(f"style {text!r} of {target!r} needs at least one block, each of a size of 1 or more")
+    elif text.startswith("packed_"):
+        blocks = (1, 1)
+    if word not in _WORDS:
+        raise ValueError(f"style {text!r} of {target!r} is not implemented; implemented: {', '.join(IMPLEMENTED)}")
+    kind, whole_outside = _WORDS[word]
+    return Style(text, kind, whole_outside, blocks)

@@ -1,0 +1,107 @@
+"""Turns the user's module into this rank's part of the parallel model.
+
+It is: the one visible order in which parallelism is applied, with the reason beside each step. It is not: any
+axis's own work (`plugins/`), or the data engine, which comes last and needs the optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from parallax.plugins import registry
+from parallax.plugins.base import ParallelPlugin, ParamShard
+from parallax.strategies.layout import Layout
+from parallax.strategies.mesh import Mesh
+
+ORDER: Sequence[tuple[str, str]] = (
+    ("pp", "drops foreign layers before anything is materialised, so no rank ever holds the whole model"),
+    ("ep", "cuts the experts before tensor parallelism cuts what is inside one"),
+    ("tp", "cuts the parameters that are left"),
+    ("cp", "changes attention only, which by now has its final heads"),
+)
+"""Order of application of the model axes. Materialising and the data engine (ZeRO) come after all of them."""
+
+
+def make_plugins(layout: Layout, plans: Mapping[str, Mapping[str, Any] | None]) -> list[ParallelPlugin]:
+    """One fresh plugin per axis that is longer than 1, in `ORDER`.
+
+    Args:
+        layout: resolved.
+        plans: axis -> plan given to the strategy, relative to the root module; None reads the model's own.
+
+    Raises:
+        ValueError: an axis is used and no installed plugin serves it.
+    """
+    sizes = {**layout.axis_sizes(), "ep": layout.expert_parallel_size}
+    wanted = [axis for axis, _ in ORDER if sizes[axis] > 1]
+    found: dict[str, list[ParallelPlugin]] = {axis: [] for axis in wanted}
+    if wanted:
+        for name in registry.names("parallax.parallelism"):
+            kind: Any = registry.load("parallax.parallelism", name)
+            if kind.axis in found:
+                plan = plans.get(kind.axis)
+                found[kind.axis].append(kind(plan=plan) if plan is not None else kind())
+    missing = [axis for axis in wanted if not found[axis]]
+    if missing:
+        served = registry.names("parallax.parallelism")
+        raise ValueError(
+            f"the layout {layout} uses axis {', '.join(f'{a}={sizes[a]}' for a in missing)}, but no installed plugin "
+            f"serves it (installed: {', '.join(served)}); set it to 1 or install a plugin for it"
+        )
+    return [plugin for axis in wanted for plugin in found[axis]]
+
+
+def shard_lookup(plugins: Sequence[ParallelPlugin]) -> Callable[[str], ParamShard | None]:
+    """How a local parameter sits in the whole one, over all axes: where it is cut, and whether it counts here."""
+
+    def shard_of(fqn: str) -> ParamShard | None:
+        shards = [s for p in plugins if (s := p.param_shard(fqn)) is not None]
+        if not shards:
+            return None
+        cut = [s for s in shards if s.dim is not None]
+        if len(cut) > 1:
+            raise RuntimeError(f"parameter {fqn!r} is cut over several axes ({[s.axis for s in cut]}), which is not supported")
+        base = cut[0] if cut else shards[0]
+        owner = all(s.owner for s in shards)
+        return base if base.owner == owner else ParamShard(base.shape, base.dim, base.ranges, base.pad, base.axis, owner)
+
+    return shard_of
+
+
+def owned_lookup(shard_of: Callable[[str], ParamShard | None]) -> Callable[[str], bool]:
+    """FQN -> whether this rank counts the parameter in the gradient norm."""
+
+    def owned(fqn: str) -> bool:
+        shard = shard_of(fqn)
+        return shard is None or shard.owner
+
+    return owned
+
+
+def agree_on_weights(module: nn.Module, mesh: Mesh) -> None:
+    """Give every rank rank 0's values where real tensors differ between ranks (a model built without one seed).
+
+    As DDP does; cheap when they agree already: one number per tensor travels.
+    """
+    tensors = [(n, t) for n, t in (*module.named_parameters(), *module.named_buffers()) if not t.is_meta]
+    mine = [(n, tuple(t.shape), _fingerprint(t)) for n, t in tensors]
+    everyones = mesh["control"].gather_objects(mine)
+    if all(other == everyones[0] for other in everyones):
+        return
+    if any([x[:2] for x in other] != [x[:2] for x in everyones[0]] for other in everyones):
+        raise ValueError("the ranks built different models: parameter names or shapes differ between ranks")
+    with torch.no_grad():
+        for _, tensor in tensors:
+            mesh["world"].broadcast(tensor.data)
+
+
+def _fingerprint(tensor: Tensor) -> tuple[float, float]:
+    flat = tensor.detach().double().flatten()
+    if not flat.numel():
+        return 0.0, 0.0
+    ramp = torch.linspace(1.0, 2.0, flat.numel(), dtype=flat.dtype, device=flat.device)
+    return float(flat.sum()), float((flat * ramp).sum())

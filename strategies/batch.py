@@ -1,0 +1,94 @@
+"""Splitting a batch into micro-batches, and how much each of them counts in the loss.
+
+It is: pure functions on the user's batch, whatever its containers. It is not: sharding over an axis (the
+data axis is the sampler's work, the sequence a plugin's).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from parallax.strategies.tree import tensors_of
+
+IGNORE_INDEX = -100
+"""Label of a token that does not count (torch's and transformers' default)."""
+
+
+def batch_size(batch: Any) -> int:
+    """Length of dim 0 of the batch's first tensor with dims.
+
+    Raises:
+        ValueError: the batch holds no such tensor.
+    """
+    for tensor in tensors_of(batch):
+        if tensor.dim():
+            return tensor.shape[0]
+    raise ValueError(f"cannot split a batch of type {type(batch).__name__} that holds no tensor with a batch dim")
+
+
+def split(batch: Any, count: int) -> list[Any]:
+    """`count` micro-batches of equal size, in order; tensors are views.
+
+    Every tensor (and every list) whose dim 0 is as long as the batch is cut; anything else goes whole to each.
+
+    Raises:
+        ValueError: `count` does not divide the batch.
+    """
+    if count == 1:
+        return [batch]
+    size = batch_size(batch)
+    if size % count:
+        valid = ", ".join(str(d) for d in range(1, size + 1) if size % d == 0)
+        raise ValueError(
+            f"num_microbatches={count} does not divide the batch of {size} on each data rank; use one of {valid}, or "
+            f"change the batch size (drop_last=True keeps the last batch from being shorter)"
+        )
+    each = size // count
+
+    def part(leaf: Any, i: int) -> Any:
+        if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == size:
+            return leaf[i * each : (i + 1) * each]
+        return leaf
+
+    def is_rows(node: Any) -> bool:
+        return isinstance(node, list) and len(node) == size and not any(True for _ in tensors_of(node))
+
+    leaves, spec = pytree.tree_flatten(batch, is_leaf=is_rows)
+    return [
+        pytree.tree_unflatten(
+            [leaf[i * each : (i + 1) * each] if is_rows(leaf) else part(leaf, i) for leaf in leaves], spec
+        )
+        for i in range(count)
+    ]
+
+
+def valid_tokens(batch: Any, *, shifted: bool) -> Tensor | None:
+    """Number of target tokens that count in `batch`, as a 0-dim tensor; None when the batch has no labels.
+
+    Args:
+        batch: a mapping with "shift_labels" or "labels", whose ignored entries are -100; anything else gives None.
+        shifted: the model predicts token t+1 at t from "labels", so column 0 is never a target.
+    """
+    if not isinstance(batch, Mapping):
+        return None
+    if isinstance(labels := batch.get("shift_labels"), Tensor):
+        return (labels != IGNORE_INDEX).sum()
+    if isinstance(labels := batch.get("labels"), Tensor):
+        if shifted and labels.dim() > 1:
+            labels = labels[..., 1:]
+        return (labels != IGNORE_INDEX).sum()
+    return None
+
+
+def largest_divisor(size: int, at_most: int) -> int:
+    """The largest divisor of `size` that is not above `at_most`."""
+    return next(d for d in range(min(size, at_most), 0, -1) if size % d == 0)
+
+
+def even_weights(count: int, device: torch.device) -> Tensor:
+    return torch.full((count,), 1.0 / count, device=device)

@@ -1,0 +1,279 @@
+"""How the ranks are divided: the sizes of the axes and the few choices that go with them.
+
+It is: a frozen dataclass, the OmegaConf schema of the `layout` part of a configuration, made from a string,
+YAML, keywords or all of these, and resolved against a number of ranks. It is not: the place of one rank
+(see `mesh.py`), and it knows nothing of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from math import gcd
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError  # type: ignore[import-untyped]
+
+from parallax.strategies.layout_nearest import nearest_layouts
+from parallax.strategies.layout_words import SHORT, TEXT_FIELDS, put, read_mapping, read_text, unique_words
+from parallax.strategies.names import unknown_name
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes are numbers of ranks along an axis; `tp x pp x cp x dp` is the world size.
+
+    Raises:
+        ValueError: a value of the wrong type or out of range, or sizes that contradict each other.
+    """
+
+    tensor_parallel_size: int = 1
+    """Ranks that share every matrix of a layer (`tp`). Unit: ranks. Default 1: matrices are whole."""
+
+    pipeline_parallel_size: int = 1
+    """Stages the layers are cut into (`pp`). Unit: ranks. Default 1: every rank holds all layers."""
+
+    context_parallel_size: int = 1
+    """Ranks that share every sequence (`cp`). Unit: ranks. Default 1: sequences are whole."""
+
+    expert_parallel_size: int = 1
+    """Ranks that share the experts of a layer (`ep`), folded over `dp x cp`, which it must divide; it takes no ranks
+    of its own. Unit: ranks. Default 1: every rank holds all experts."""
+
+    data_parallel_size: int | None = None
+    """Copies of the model that see different samples (`dp`). Unit: ranks. Default None: the rest of the world."""
+
+    zero_stage: int = 0
+    """What is sharded over `dp x cp` (Rajbhandari et al. 2020): 0 nothing, 1 optimizer states, 2 gradients too,
+    3 parameters too. Default 0."""
+
+    data_engine: str = "auto"
+    """Name of the data engine: who reduces gradients and steps. Default "auto": see `resolved_data_engine`."""
+
+    schedule: str = "1f1b"
+    """Name of the pipeline schedule: the order of forwards and backwards. Default "1f1b"."""
+
+    num_microbatches: int | None = None
+    """Parts a batch is cut into in one pass of the schedule (`mb`). Unit: micro-batches per batch and data rank.
+    Default None: `pipeline_parallel_size`."""
+
+    def __post_init__(self) -> None:
+        self.validate()
+
+    # Ways to write one
+
+    @classmethod
+    def parse(cls, text: str) -> Layout:
+        """Read `"tp2 pp4 cp2 ep2 dp2 zero1 mb8 gpipe"`: tokens in any order, separated by spaces, `x` or `*`.
+
+        A token is a short key and a number, the name of a schedule or data engine, or `key=value` with a short
+        or long key. "auto" and the empty string leave everything at its default.
+
+        Raises:
+            ValueError: an unknown token (with the nearest one), one field set to two values, an impossible value.
+        """
+        return cls._checked(read_text(text, _words()))
+
+    @classmethod
+    def from_any(cls, source: Any = None, **overrides: Any) -> Layout:
+        """Make a layout of whatever a user has: nothing, a string, a path to YAML, a mapping or a layout.
+
+        Args:
+            source: None, a string for `parse`, a path to .yaml or .yml, a mapping, an OmegaConf config or a Layout.
+            overrides: more settings, with short (`tp=2`) or long names. They complete `source`: a field that `source`
+                sets to another value is an error, not overridden. What a `Layout` (or a structured config of it)
+                leaves at its default counts as not set.
+
+        Raises:
+            ValueError: as in `parse`; or no such file, or a `source` of another type.
+        """
+        found = _read_any(source)
+        for field, value in read_mapping(overrides).items():
+            put(found, field, value)
+        return cls._checked(found)
+
+    @classmethod
+    def _checked(cls, found: dict[str, Any]) -> Layout:
+        """A layout of `found`, whose names are known."""
+        for field in TEXT_FIELDS:
+            valid = _names(field)
+            if field in found and found[field] not in valid:
+                raise unknown_name(field.replace("_", " "), str(found[field]), valid)
+        return cls(**found)
+
+    # What must hold
+
+    def validate(self) -> None:
+        """Check types, ranges and what can be said before the number of ranks is known. See the class for errors."""
+        for field in fields(self):
+            value, name = getattr(self, field.name), field.name
+            if name in TEXT_FIELDS:
+                if not isinstance(value, str) or not value:
+                    raise ValueError(f"{name} must be a name, got {value!r}")
+                continue
+            if value is None and field.default is None:
+                continue
+            low, high = (0, 3) if name == "zero_stage" else (1, None)
+            if type(value) is not int or value < low or (high is not None and value > high):
+                limits = f"{low} to {high}" if high is not None else f"at least {low}"
+                raise ValueError(f"{name} must be a whole number, {limits}; got {value!r}")
+        self._check_expert_fold()
+
+    def _check_expert_fold(self) -> None:
+        if self.data_parallel_size is None:
+            return  # the size of dp x cp is not known yet: `resolve` looks again
+        data = self.data_parallel_size * self.context_parallel_size
+        if data % self.expert_parallel_size:
+            valid = ", ".join(str(n) for n in range(1, data + 1) if data % n == 0)
+            raise ValueError(
+                f"expert_parallel_size {self.expert_parallel_size} does not divide dp x cp = "
+                f"{self.data_parallel_size} x {self.context_parallel_size} = {data}, over which experts are folded; "
+                f"use one of {valid}"
+            )
+
+    @property
+    def ranks_needed(self) -> int:
+        """The smallest world this layout fits: the world is this (`data_parallel_size` set) or a multiple of it."""
+        model = self.tensor_parallel_size * self.pipeline_parallel_size * self.context_parallel_size
+        if self.data_parallel_size is not None:
+            return model * self.data_parallel_size
+        return model * self.expert_parallel_size // gcd(self.expert_parallel_size, self.context_parallel_size)
+
+    def resolve(self, world_size: int) -> Layout:
+        """This layout on `world_size` ranks, with `data_parallel_size` and `num_microbatches` known.
+
+        Raises:
+            ValueError: it does not fit, with the nearest layouts and world sizes that do.
+        """
+        if world_size < 1:
+            raise ValueError(f"a layout needs at least 1 rank, there are {world_size}")
+        open_ended = self.data_parallel_size is None
+        if world_size % self.ranks_needed if open_ended else world_size != self.ranks_needed:
+            raise ValueError(self._misfit(world_size))
+        model = self.tensor_parallel_size * self.pipeline_parallel_size * self.context_parallel_size
+        return replace(
+            self,
+            data_parallel_size=world_size // model,
+            num_microbatches=self.num_microbatches or self.pipeline_parallel_size,
+        )
+
+    def _misfit(self, world_size: int) -> str:
+        needed, open_ended = self.ranks_needed, self.data_parallel_size is None
+        asked = {axis: getattr(self, SHORT[axis]) for axis in ("tp", "pp", "cp", "dp", "ep")}
+        close = []
+        for sizes in nearest_layouts(asked, world_size):
+            changes: dict[str, Any] = {SHORT[axis]: size for axis, size in sizes.items()}
+            close.append(f"`{replace(self, **changes)}`")
+        below = world_size // needed * needed
+        worlds = [str(n) for n in (below, below + needed) if n] if open_ended else [str(needed)]
+        why = ""
+        if self.expert_parallel_size > 1 and open_ended:
+            why = f" (tp x pp x cp, and ep{self.expert_parallel_size} must divide dp x cp)"
+        return (
+            f"layout `{self}` needs {'a multiple of' if open_ended else 'exactly'} {needed} ranks{why}, "
+            f"there are {world_size}; nearest: {', '.join(close)}; or run with {' or '.join(worlds)} ranks"
+        )
+
+    # What others read
+
+    @property
+    def resolved_data_engine(self) -> str:
+        """Name of the engine that runs: for "auto", "ddp" at ZeRO stage 0 and "deepspeed" at 1 to 3."""
+        if self.data_engine != "auto":
+            return self.data_engine
+        return "deepspeed" if self.zero_stage else "ddp"
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks; `data_parallel_size` counts as 1 while it is open."""
+        sizes = self.axis_sizes()
+        return sizes["pp"] * sizes["dp"] * sizes["cp"] * sizes["tp"]
+
+    def axis_sizes(self) -> dict[str, int]:
+        """Size of each mesh axis, outermost first."""
+        return {
+            "pp": self.pipeline_parallel_size,
+            "dp": self.data_parallel_size or 1,
+            "cp": self.context_parallel_size,
+            "tp": self.tensor_parallel_size,
+        }
+
+    def to_dict(self) -> dict[str, int | str | None]:
+        """Field name -> value; `Layout(**layout.to_dict())` is the same layout."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        """The short form, which `parse` reads: sizes of 1 and defaults left out, e.g. "tp2 pp2 dp2 zero1 1f1b mb4"."""
+        parts = [
+            f"{axis}{size}" for axis in ("tp", "pp", "cp", "ep", "dp") if (size := getattr(self, SHORT[axis]) or 1) > 1
+        ]
+        parts += [f"zero{self.zero_stage}"] if self.zero_stage else []
+        parts += [self.data_engine] if self.data_engine != "auto" else []
+        pipelined = self.pipeline_parallel_size > 1 and self.num_microbatches is not None
+        parts += [self.schedule] if pipelined or self.schedule != type(self).schedule else []
+        parts += [f"mb{self.num_microbatches}"] if pipelined or (self.num_microbatches or 1) > 1 else []
+        return " ".join(parts) or ("auto" if self.data_parallel_size is None else "dp1")
+
+
+def _names(field: str) -> list[str]:
+    from parallax.plugins import registry  # plugins are written against layouts: imported when names are looked up
+
+    names = registry.names(f"parallax.{field}s")
+    return ["auto", *names] if field == "data_engine" else names
+
+
+def _words() -> dict[str, str]:
+    return unique_words(schedules=_names("schedule"), engines=[n for n in _names("data_engine") if n != "auto"])
+
+
+def _read_any(source: Any) -> dict[str, Any]:
+    if source is None:
+        return {}
+    if isinstance(source, Layout):
+        return _without_defaults(source.to_dict())
+    if isinstance(source, str) and source.endswith((".yaml", ".yml")):
+        return _read_yaml(Path(source))
+    if isinstance(source, Path):
+        return _read_yaml(source)
+    if isinstance(source, str):
+        return read_text(source, _words())
+    if isinstance(source, DictConfig):
+        return _read_config(source)
+    if isinstance(source, Mapping):
+        return read_mapping(source)
+    raise ValueError(
+        "a layout is made of a string such as 'tp2 pp2', a path to YAML, a mapping or a Layout; "
+        f"got {type(source).__name__}"
+    )
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise ValueError(f"no layout file {str(path)!r}")
+    try:
+        config = OmegaConf.load(path)
+    except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:
+        raise ValueError(f"layout file {str(path)!r} cannot be read: {error}") from error
+    if not isinstance(config, DictConfig):
+        raise ValueError(f"layout file {str(path)!r} must hold `key: value` lines, e.g. `tp: 2`")
+    return _read_config(config)
+
+
+def _read_config(config: DictConfig) -> dict[str, Any]:
+    structured = OmegaConf.get_type(config) is Layout
+    try:
+        values = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        raise ValueError(f"the layout configuration is incomplete: {error}") from error
+    assert isinstance(values, dict)
+    found = read_mapping(values)
+    return _without_defaults(found) if structured else found
+
+
+def _without_defaults(found: Mapping[str, Any]) -> dict[str, Any]:
+    """What was chosen: a structured config and a layout carry every field, chosen or not."""
+    defaults = {field.name: field.default for field in fields(Layout)}
+    return {name: value for name, value in found.items() if value != defaults[name]}

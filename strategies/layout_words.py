@@ -1,0 +1,113 @@
+"""The words a layout is written in: short keys, tokens such as `tp2`, and `key=value`.
+
+It is: the reading of strings and mappings into {field name: value}, refusing unknown words and the same
+field set twice. It is not: the meaning or the limits of the values (see `layout.py`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from parallax.strategies.names import nearest_name, unknown_name
+
+SHORT: Mapping[str, str] = MappingProxyType(
+    {
+        "tp": "tensor_parallel_size",
+        "pp": "pipeline_parallel_size",
+        "cp": "context_parallel_size",
+        "ep": "expert_parallel_size",
+        "dp": "data_parallel_size",
+        "zero": "zero_stage",
+        "z": "zero_stage",
+        "mb": "num_microbatches",
+        "m": "num_microbatches",
+    }
+)
+"""Short key -> field. The first of two short keys of a field is the one printed."""
+
+OPTIONAL = ("data_parallel_size", "num_microbatches")
+"""Fields that may be left open; "auto" or null leaves them so."""
+
+TEXT_FIELDS = ("schedule", "data_engine")
+"""Fields whose value is a name; in a string the bare name is enough."""
+
+FIELDS = (*dict.fromkeys(SHORT.values()), *TEXT_FIELDS)
+KEYS = (*SHORT, *FIELDS)
+
+_SEPARATORS = re.compile(r"[\s,*×]+|(?<=\d)x(?=[A-Za-z])")  # `tp2xpp4` is cut, a name with an x in it is not
+_SIZED = re.compile(r"([A-Za-z]+)(\d+)")
+
+
+def put(found: dict[str, Any], field: str, value: Any) -> None:
+    """Record `field`; a second, different value is an error."""
+    if field in found and found[field] != value:
+        raise ValueError(f"{field} is set twice, to {found[field]!r} and to {value!r}; keep one of them")
+    found[field] = value
+
+
+def read_mapping(mapping: Mapping[Any, Any]) -> dict[str, Any]:
+    """Fields of a mapping whose keys are short or long names.
+
+    Raises:
+        ValueError: an unknown key (with the nearest one), or one field set to two values.
+    """
+    found: dict[str, Any] = {}
+    for key, value in mapping.items():
+        field = SHORT.get(key, key)
+        if field not in FIELDS:
+            raise unknown_name("layout key", str(key), KEYS)
+        if field in OPTIONAL and value in (None, "auto"):
+            continue
+        put(found, field, value)
+    return found
+
+
+def read_text(text: str, words: Mapping[str, str]) -> dict[str, Any]:
+    """Fields of a string such as `tp2 pp4 zero1 mb8 gpipe` or `tp=2 schedule=gpipe`.
+
+    Args:
+        text: tokens in any order, separated by spaces, commas, `x` or `*`; "auto" alone sets nothing.
+        words: bare words that are values: {"gpipe": "schedule", "deepspeed": "data_engine"}.
+
+    Raises:
+        ValueError: an unknown token (with the nearest one), or one field set to two values.
+    """
+    found: dict[str, Any] = {}
+    tokens = [token for token in _SEPARATORS.split(text) if token not in ("", "x")]
+    if tokens == ["auto"]:
+        return found
+    for token in tokens:
+        for field, value in _read_token(token, words).items():
+            put(found, field, value)
+    return found
+
+
+def _read_token(token: str, words: Mapping[str, str]) -> dict[str, Any]:
+    sized = _SIZED.fullmatch(token)
+    if sized and sized[1].lower() in SHORT:
+        return {SHORT[sized[1].lower()]: int(sized[2])}
+    for word in (token, token.lower()):
+        if word in words:
+            return {words[word]: word}
+    key, equals, value = token.partition("=")
+    if equals:
+        return read_mapping({key: int(value) if re.fullmatch(r"-?\d+", value) else value})
+    if token.lower() in SHORT:
+        raise ValueError(f"{token!r} in a layout needs a number right after it, e.g. '{token.lower()}2'")
+    raise _unknown_token(token, words, sized)
+
+
+def _unknown_token(token: str, words: Mapping[str, str], sized: re.Match[str] | None) -> ValueError:
+    shown = (*(f"{key}<n>" for key in SHORT), *words, "<key>=<value>")
+    if sized:  # `tt2`: look for the nearest key and keep the number
+        near = nearest_name(sized[1], SHORT)
+        return unknown_name("layout token", token, shown, hint=near and near + sized[2])
+    return unknown_name("layout token", token, shown, hint=nearest_name(token, words))
+
+
+def unique_words(schedules: Iterable[str], engines: Iterable[str]) -> dict[str, str]:
+    """Bare word -> field. A word that is both is a schedule; `data_engine=<word>` says the other."""
+    return {**dict.fromkeys(engines, "data_engine"), **dict.fromkeys(schedules, "schedule")}

@@ -1,0 +1,224 @@
+"""Where each rank sits: one frozen object with the axes, the coordinates and the groups.
+
+Axes from outermost to innermost are `pp, dp, cp, tp`, so that tensor-parallel ranks are neighbours.
+Expert parallelism folds over `dp x cp` (Liu et al. 2025, "MoE Parallel Folding"): the same ranks seen
+as `pp, edp, ep, tp`. The mesh decides nothing about what is computed and holds no module global; it
+can be built without process groups (`groups=False`) to reason about any number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from types import MappingProxyType
+
+import torch.distributed as dist
+
+from parallax.strategies.comm import AxisComm, Ledger
+from parallax.strategies.layout import Layout
+
+AXES = ("pp", "dp", "cp", "tp")
+"""Mesh axes, outermost first. The last one varies fastest with the global rank."""
+
+VIEWS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "pp": ("pp",),
+        "dp": ("dp",),
+        "cp": ("cp",),
+        "tp": ("tp",),
+        "data": ("dp", "cp"),  # ranks with the same weights: gradients are averaged over them
+        "model": ("pp", "tp"),  # ranks that together hold one copy of the model
+        "world": AXES,
+    }
+)
+"""Named groups: the axes that vary inside each of them."""
+
+
+def coordinates(rank: int, sizes: Mapping[str, int]) -> dict[str, int]:
+    """Coordinate of `rank` on each axis of `AXES`, the last axis varying fastest."""
+    out: dict[str, int] = {}
+    for axis in reversed(AXES):
+        rank, out[axis] = divmod(rank, sizes[axis])
+    return {axis: out[axis] for axis in AXES}
+
+
+def _rank(coords: Mapping[str, int], sizes: Mapping[str, int]) -> int:
+    rank = 0
+    for axis in AXES:
+        rank = rank * sizes[axis] + coords[axis]
+    return rank
+
+
+def members(view: Sequence[str], rank: int, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """Global ranks that share all coordinates with `rank` except those on the axes of `view`, ascending."""
+    here = coordinates(rank, sizes)
+    world = 1
+    for axis in AXES:
+        world *= sizes[axis]
+    fixed = [axis for axis in AXES if axis not in view]
+    return tuple(r for r in range(world) if all(coordinates(r, sizes)[a] == here[a] for a in fixed))
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Coordinates and groups of one rank.
+
+    Attributes:
+        layout: the resolved layout (data_parallel_size known).
+        rank: global rank of this process.
+        comms: one `AxisComm` per name in `VIEWS`, plus "ep", "edp", "pp_back" and "tie", plus "control": a gloo
+            group over the world for small messages on the CPU (errors, object broadcasts).
+        ledger: the counter behind all of them.
+    """
+
+    layout: Layout
+    rank: int
+    comms: Mapping[str, AxisComm]
+    ledger: Ledger = field(default_factory=Ledger)
+
+    @classmethod
+    def build(
+        cls,
+        layout: Layout,
+        rank: int,
+        *,
+        groups: bool = True,
+        timeout: timedelta | None = None,
+        control_backend: str = "gloo",
+    ) -> Mesh:
+        """Build the mesh of `layout` as seen by `rank`.
+
+        With `groups` (the default) every rank of the initialised world calls this together, and process
+        groups are made in the same order everywhere. Without, only coordinates and members are known.
+        `control_backend` is the backend of "control"; one that can carry CPU tensors.
+
+        Raises:
+            ValueError: the layout is not resolved, or `rank` is outside it.
+        """
+        sizes = layout.axis_sizes()
+        world = layout.world_size
+        if not 0 <= rank < world:
+            raise ValueError(f"rank {rank} is outside a layout of {world} ranks ({layout})")
+        ledger = Ledger()
+
+        def comm(name: str, all_members: list[tuple[int, ...]], backend: str | None = None) -> AxisComm:
+            mine = next(m for m in all_members if rank in m)
+            group = None
+            if groups:
+                for ranks in all_members:  # every rank takes part in making every group, in one order
+                    if len(ranks) > 1:
+                        made = dist.new_group(list(ranks), backend=backend, timeout=timeout)
+                        group = made if rank in ranks else group
+            return AxisComm(name, mine, rank, group, ledger)
+
+        comms = {name: comm(name, partition(view, sizes)) for name, view in VIEWS.items()}
+        for name, parts in {**expert_partitions(layout), **pipeline_partitions(layout)}.items():
+            comms[name] = comm(name, parts)
+        comms["control"] = comm("control", [tuple(range(world))], backend=control_backend)
+        return cls(layout, rank, MappingProxyType(comms), ledger)
+
+    def __getitem__(self, name: str) -> AxisComm:
+        try:
+            return self.comms[name]
+        except KeyError:
+            raise ValueError(f"no axis {name!r}; the mesh has {', '.join(self.comms)}") from None
+
+    def size(self, name: str) -> int:
+        return self[name].size
+
+    def index(self, name: str) -> int:
+        """Coordinate of this rank on an axis (or its position in a combined group)."""
+        return self[name].index
+
+    def close(self) -> None:
+        """Destroy the mesh's process groups (not the world's own). Collective."""
+        for comm in self.comms.values():
+            if comm.group is not None:
+                dist.destroy_process_group(comm.group)
+                comm.group = None
+
+    @property
+    def world_size(self) -> int:
+        return self.layout.world_size
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self["pp"].is_first
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self["pp"].is_last
+
+    def mpu(self) -> Mpu:
+        """The model-parallel unit DeepSpeed asks for."""
+        return Mpu(self)
+
+
+def partition(view: Sequence[str], sizes: Mapping[str, int]) -> list[tuple[int, ...]]:
+    """All groups of a view, each ascending, ordered by their first rank: every rank is in exactly one."""
+    world = 1
+    for axis in AXES:
+        world *= sizes[axis]
+    groups: dict[tuple[int, ...], list[int]] = {}
+    fixed = [axis for axis in AXES if axis not in view]
+    for rank in range(world):
+        at = coordinates(rank, sizes)
+        groups.setdefault(tuple(at[a] for a in fixed), []).append(rank)
+    return sorted(tuple(g) for g in groups.values())
+
+
+def expert_partitions(layout: Layout) -> dict[str, list[tuple[int, ...]]]:
+    """The groups "ep" and "edp": `dp x cp` of one stage and one tp index, cut into runs of ep ranks."""
+    ep = layout.expert_parallel_size
+    out: dict[str, list[tuple[int, ...]]] = {"ep": [], "edp": []}
+    for data in partition(("dp", "cp"), layout.axis_sizes()):
+        out["ep"] += [data[i : i + ep] for i in range(0, len(data), ep)]
+        out["edp"] += [data[i::ep] for i in range(ep)]
+    return {name: sorted(parts) for name, parts in out.items()}
+
+
+def pipeline_partitions(layout: Layout) -> dict[str, list[tuple[int, ...]]]:
+    """Groups the pipeline needs beside "pp".
+
+    "pp_back" holds the ranks of "pp" again: gradients travel on a group of their own, so that a send of an
+    activation never queues behind a gradient that its receiver has not asked for yet. "tie" joins first and last
+    stage (tied embedding and head); ranks in between are alone.
+    """
+    stages = partition(("pp",), layout.axis_sizes())
+    ends: list[tuple[int, ...]] = [tuple(dict.fromkeys((g[0], g[-1]))) for g in stages]
+    middle: list[tuple[int, ...]] = [(rank,) for g in stages for rank in g[1:-1]]
+    return {"pp_back": stages, "tie": sorted(ends + middle)}
+
+
+def _method(name: str, what: str) -> Callable[[Mpu], object]:
+    def call(self: Mpu) -> object:
+        comm = self._mesh[name]
+        return {"group": comm.group, "rank": comm.index, "world_size": comm.size}[what]
+
+    return call
+
+
+class Mpu:
+    """DeepSpeed's model-parallel unit: `get_{data,model,tensor_model,pipeline_model}_parallel_{group,rank,world_size}`.
+
+    DeepSpeed shards and averages over "data" (dp x cp) and sums norms over "model" (pp x tp).
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+
+    def get_data_parallel_group_ranks(self) -> list[int]:
+        return list(self._mesh["data"].ranks)
+
+
+for _prefix, _axis in (
+    ("data_parallel", "data"),
+    ("model_parallel", "model"),
+    ("tensor_model_parallel", "tp"),
+    ("pipeline_model_parallel", "pp"),
+    ("pipe_parallel", "pp"),
+    ("slice_parallel", "tp"),
+):
+    for _what in ("group", "rank", "world_size"):
+        setattr(Mpu, f"get_{_prefix}_{_what}", _method(_axis, _what))

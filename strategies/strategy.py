@@ -1,0 +1,417 @@
+"""The Lightning strategy: `Trainer(strategy="parallax_4d")`.
+
+It is: the adapter between Lightning's hooks and Parallax's parts, in the order Lightning calls them. It is not:
+where parallelism is applied (`assemble.py`) or where a step runs (`engine.py`).
+"""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.utilities.distributed import ReduceOp
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.pytorch.strategies.parallel import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
+
+from parallax.plugins import registry
+from parallax.plugins.base import ParallelPlugin, ParamShard
+from parallax.plugins.data.base import DataEngine, StepResult
+from parallax.plugins.launch import (
+    Connection,
+    choose_environment,
+    init_distributed,
+    local_world_size,
+    raise_together,
+    same_on_every_rank,
+)
+from parallax.plugins.launch.detect import mpi_launch
+from parallax.plugins.launch.rank_zero import set_printing_rank
+from parallax.strategies import checkpoint, refusals
+from parallax.strategies.announce import announce
+from parallax.strategies.assemble import agree_on_weights, make_plugins, owned_lookup, shard_lookup
+from parallax.strategies.deferred import Recording, deferred_init
+from parallax.strategies.engine import Engine
+from parallax.strategies.layout import Layout
+from parallax.strategies.loaders import process_loader
+from parallax.strategies.materialize import materialize
+from parallax.strategies.mesh import Mesh
+from parallax.strategies.precision import ParallaxPrecision
+
+
+class ParallaxStrategy(ParallelStrategy):
+    """Trains a plain LightningModule with tensor, pipeline and data parallelism (ZeRO 0-3).
+
+    Args:
+        layout: what runs where: a string (`"tp2 pp2 zero1"`), a mapping, a YAML path or a `Layout`. None puts every
+            rank on the data axis.
+        tp_plan: tensor-parallel plan relative to the LightningModule; None reads the one the model carries.
+        pp_plan: pipeline plan, likewise.
+        precision: overrides the Trainer's; the only way to get 16-mixed on CPU, where Lightning replaces it.
+        timeout: how long a collective may wait before it fails with the names of those it waits for.
+        process_group_backend: "nccl" on GPU and "gloo" on CPU when None.
+        layout_options: layout fields by keyword, e.g. `num_microbatches=4`; they may not contradict `layout`.
+
+    Raises:
+        ValueError: an unknown or impossible layout.
+    """
+
+    strategy_name = "parallax_4d"
+
+    def __init__(
+        self,
+        layout: str | Mapping[str, Any] | Layout | None = None,
+        *,
+        tp_plan: Mapping[str, str] | None = None,
+        pp_plan: Mapping[str, Any] | None = None,
+        precision: str | None = None,
+        timeout: timedelta = timedelta(minutes=10),
+        process_group_backend: str | None = None,
+        accelerator: Any = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: Any = None,
+        **layout_options: Any,
+    ) -> None:
+        if cluster_environment is None and mpi_launch() is not None:
+            cluster_environment = choose_environment()  # Lightning would take mpirun inside Slurm for srun
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=ParallaxPrecision(precision) if precision is not None else None,
+        )
+        with same_on_every_rank():
+            self.requested_layout = Layout.from_any(layout, **layout_options)
+        self.num_nodes = 1
+        self._plans: dict[str, Mapping[str, Any] | None] = {"tp": tp_plan, "pp": pp_plan}
+        self._timeout, self._backend = timeout, process_group_backend
+        self._connection: Connection | None = None
+        self._mesh: Mesh | None = None
+        self._engine: Engine | None = None
+        self._recording: Recording | None = None
+        self._plugins: list[ParallelPlugin] = []
+        self.last_step: StepResult | None = None
+
+    # What Lightning asks about the processes
+
+    @property
+    def is_distributed(self) -> bool:
+        """Lightning injects a distributed sampler only where this is true."""
+        return True
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Ranks that differ only in tp, pp or cp read the same samples."""
+        return {"num_replicas": self.mesh.size("dp"), "rank": self.mesh.index("dp")}
+
+    @property
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        if self.parallel_devices[0].type == "cpu":
+            return self.parallel_devices[0]
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """Processes on this node: what the launcher started, else one per device."""
+        assert self.cluster_environment is not None
+        started = local_world_size(self.cluster_environment)
+        return started or len(self.parallel_devices or [None])
+
+    @property
+    def handles_gradient_accumulation(self) -> bool:
+        return False
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        return True
+
+    @property
+    def precision_plugin(self) -> Precision:
+        return self._precision_plugin or ParallaxPrecision()
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        self._precision_plugin = None if plugin is None else ParallaxPrecision.from_lightning(plugin)
+
+    @property
+    def mesh(self) -> Mesh:
+        """Axes, coordinates and groups of this rank (known once the environment is set up)."""
+        if self._mesh is None:
+            raise RuntimeError("the mesh is not known before Trainer.fit (or validate, test, predict) has started")
+        return self._mesh
+
+    @property
+    def engine(self) -> Engine:
+        """What drives a step (known once the model is set up)."""
+        if self._engine is None:
+            raise RuntimeError("the engine is not known before Trainer.fit (or validate, test, predict) has started")
+        return self._engine
+
+    def shard_of(self, fqn: str) -> ParamShard | None:
+        """How this rank's tensor of parameter `fqn` sits in the whole one; None when it is whole and counts here."""
+        return shard_lookup(self._plugins)(fqn)
+
+    # Processes
+
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        self._set_world_ranks()
+        self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    def _set_world_ranks(self) -> None:
+        assert self.cluster_environment is not None
+        env = self.cluster_environment
+        if not env.creates_processes_externally or local_world_size(env) is None:
+            env.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            env.set_world_size(self.num_nodes * self.num_processes)
+        set_printing_rank(env.global_rank())
+
+    def setup_environment(self) -> None:
+        """Join the process group, settle the layout and build the mesh."""
+        assert self.cluster_environment is not None
+        self._set_world_ranks()
+        super().setup_environment()
+        with same_on_every_rank():
+            layout = self.requested_layout.resolve(self.world_size)
+            plugins = make_plugins(layout, self._plans)
+            engine: type[DataEngine] = registry.load("parallax.data_engines", layout.resolved_data_engine)
+            engine.check(layout)
+            registry.load("parallax.schedules", layout.schedule)
+        if self._mesh is not None:
+            return  # a second fit, or test after fit: processes and mesh are there
+        backend = self._backend or ("nccl" if self.root_device.type == "cuda" else "gloo")
+        self._connection = init_distributed(self.cluster_environment, backend, self._timeout)
+        atexit.register(self.close)
+        self._plugins = plugins
+        self._mesh = Mesh.build(layout, self.global_rank, timeout=self._timeout)
+
+    # Model
+
+    @contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        """Around the user's `configure_model`: what it builds stays on the meta device until it is this rank's part."""
+        with deferred_init() as recording:
+            yield
+        self._recording = recording
+
+    def model_to_device(self) -> None:
+        assert self.lightning_module is not None
+        self.lightning_module.to(self.root_device)
+
+    def setup(self, trainer: Any) -> None:
+        """Apply parallelism, make the optimizer, hand both to the data engine."""
+        assert self.accelerator is not None and self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        training = trainer.state.fn == TrainerFn.FITTING
+        self._precision.device_type = self.root_device.type
+        self._precision.engine = lambda: self
+        error: Exception | None = None
+        try:
+            refusals.check(trainer, self.lightning_module, training=training)
+            if self._needs_assembly():
+                for plugin in self._plugins:
+                    plugin.check(self.mesh.layout, self.lightning_module)
+        except ValueError as refused:
+            error = refused
+        raise_together(error, self.mesh["control"])
+        if self._needs_assembly():
+            self._assemble(self.lightning_module)
+        if training:
+            self.setup_optimizers(trainer)
+            refusals.check_optimizers(self.optimizers)
+        if training or self._engine is None:
+            if self._engine is not None:
+                self._engine.data.teardown()
+            self._engine = self._make_engine(self.lightning_module, training=training)
+            announce(self.mesh, self._plugins, self.lightning_module)
+
+    @property
+    def _precision(self) -> ParallaxPrecision:
+        plugin = self.precision_plugin
+        assert isinstance(plugin, ParallaxPrecision)
+        return plugin
+
+    def _needs_assembly(self) -> bool:
+        """A module is cut once; one rebuilt by `configure_model` since then is cut again."""
+        return self._engine is None or any(p.is_meta for p in self._module.parameters())
+
+    @property
+    def _module(self) -> nn.Module:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    def _assemble(self, module: nn.Module) -> None:
+        mesh, layout = self.mesh, self.mesh.layout
+        if self._recording is not None:
+            self._recording.capture(module)
+        agree_on_weights(module, mesh)
+        if self._engine is not None:
+            self._plugins = make_plugins(layout, self._plans)
+        for plugin in self._plugins:
+            plugin.apply(module, mesh=mesh, layout=layout)
+        if self._recording is not None:
+            seed = mesh["control"].broadcast_object(torch.initial_seed())
+            materialize(module, self._recording, shard_of=self.shard_of, seed=seed, device=self.root_device)
+            self._recording = None
+        self._precision.convert_module(module)
+        self.model_to_device()
+        # Dropout and the like: the same on ranks that hold the same samples, different on others.
+        seed = mesh["control"].broadcast_object(torch.initial_seed())
+        torch.manual_seed(seed + mesh.index("data") + mesh.size("data") * mesh.index("pp"))
+
+    def _make_engine(self, module: nn.Module, *, training: bool) -> Engine:
+        layout = self.mesh.layout
+        data: DataEngine = registry.load("parallax.data_engines", layout.resolved_data_engine)()
+        data.setup(
+            module,
+            self.optimizers[0] if training else None,
+            mesh=self.mesh,
+            layout=layout,
+            owned=owned_lookup(self.shard_of),
+            scale=self._precision.scale if training else None,
+        )
+        if training:
+            # Lightning clears gradients between training_step and backward, where ours already hold the result.
+            self.optimizers[0].zero_grad = lambda set_to_none=True: None  # type: ignore[method-assign]
+        return Engine(
+            module,
+            mesh=self.mesh,
+            data=data,
+            plugins=self._plugins,
+            schedule=registry.load("parallax.schedules", layout.schedule),
+            autocast=self._precision.forward_context,
+            scale=self._precision.scale if training else None,
+            device=self.root_device,
+            fixed_microbatches=self.requested_layout.num_microbatches is not None,
+        )
+
+    # Steps
+
+    def training_step(self, batch: Any, *rest: Any) -> Any:
+        trainer = self._module.trainer
+        assert self.lightning_module is not None
+        return self.engine.train_step(
+            self.lightning_module.training_step, batch, rest, accumulate=trainer.accumulate_grad_batches
+        )
+
+    def validation_step(self, batch: Any, *rest: Any) -> Any:
+        assert self.lightning_module is not None
+        return self.engine.eval_step(self.lightning_module.validation_step, batch, rest)
+
+    def test_step(self, batch: Any, *rest: Any) -> Any:
+        assert self.lightning_module is not None
+        return self.engine.eval_step(self.lightning_module.test_step, batch, rest)
+
+    def predict_step(self, batch: Any, *rest: Any) -> Any:
+        assert self.lightning_module is not None
+        return self.engine.eval_step(self.lightning_module.predict_step, batch, rest)
+
+    def finish_gradients(self) -> None:
+        self.engine.finish_gradients()
+
+    def step(self, clip: Any) -> None:
+        self.last_step = self.engine.step(clip)
+
+    # Collectives Lightning and the user's module ask for
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Refuse loaders of different lengths before a rank waits for one that has finished."""
+        return process_loader(dataloader, self.mesh)
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: ReduceOp | str | None = "mean") -> Any:
+        """Reduce over the data axis: ranks that differ only in tp or pp hold the same value."""
+        if not isinstance(tensor, Tensor):
+            return tensor
+        data = self.mesh["data"]
+        total = tensor.detach().clone().to(self.root_device)
+        operation = getattr(reduce_op, "name", reduce_op) or "sum"
+        if str(operation).lower() in ("mean", "avg"):
+            if not total.is_floating_point():
+                total = total.float()
+            data.all_reduce(total)
+            return total / data.size
+        data.all_reduce(total, op=getattr(torch.distributed.ReduceOp, str(operation).upper()))
+        return total
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002 - Lightning's name
+        votes = self.mesh["control"].gather_objects(bool(decision))
+        return min(votes) if all else max(votes)
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Stack over the data axis, where values differ."""
+        data = self.mesh["data"]
+        if sync_grads and data.size > 1:
+            from torch.distributed.nn.functional import all_gather
+
+            return torch.stack(all_gather(tensor, group=data.group))
+        return data.all_gather(tensor.unsqueeze(0)).reshape(data.size, *tensor.shape)
+
+    def barrier(self, name: str | None = None) -> None:
+        if self._mesh is not None:
+            with self.mesh.ledger.during(self.mesh.ledger.phase, f"barrier {name or ''}".strip()):
+                self.mesh["control"].barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        return self.mesh["control"].broadcast_object(obj, src=src) if self._mesh is not None else obj
+
+    # Checkpoints, at the same layout
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        return self.engine.data.module_state()
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        self.engine.data.load_module_state(checkpoint["state_dict"])
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        return self.engine.data.optimizer_state()
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        self.engine.data.load_optimizer_state(checkpoint["optimizer_states"][0])
+
+    def save_checkpoint(self, checkpoint_: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        if storage_options is not None:
+            raise ValueError("storage_options is not supported: a Parallax checkpoint is a folder of one file per rank")
+        checkpoint.save(checkpoint_, Path(self.broadcast(str(filepath))), self.mesh)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        return checkpoint.load(Path(checkpoint_path), self.mesh)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        if self.is_global_zero:
+            checkpoint.remove(Path(filepath))
+
+    # End
+
+    def teardown(self) -> None:
+        """After one fit, validate, test or predict. Model, engine and processes stay for the next one."""
+        assert self.accelerator is not None
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+    def close(self) -> None:
+        """Release the engine and leave the process group. Runs by itself when the process ends."""
+        atexit.unregister(self.close)
+        if self._engine is not None:
+            self._engine.data.teardown()
+            self._engine = None
+        if self._mesh is not None and torch.distributed.is_initialized():
+            self._mesh.close()
+        if self._connection is not None:
+            self._connection.close()
+        self._connection = self._mesh = None

@@ -1,0 +1,149 @@
+"""Trains one of the models with a real Trainer at a layout, on one rank, and puts ranks' parts together.
+
+It is: the code the ranks run and the assembly of what they return. It is not: the right values (`reference.py`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from parallax import ParallaxStrategy
+from parallax.plugins.base import ParamShard
+from parallax.strategies.mesh import coordinates
+from tests.parity import reference
+from tests.parity.models import BATCH, BUILD, build, samples, tokens
+
+PRECISION = {torch.float64: "64-true", torch.float32: "32-true"}
+
+
+class GivenEnvironment(ClusterEnvironment):
+    """Ranks as the test helper numbers them; the process group exists already."""
+
+    def __init__(self, rank: int, world: int) -> None:
+        self._rank, self._world = rank, world
+
+    creates_processes_externally = True
+    main_address = "127.0.0.1"
+    main_port = 0
+
+    @staticmethod
+    def detect() -> bool:
+        return False
+
+    def world_size(self) -> int:
+        return self._world
+
+    def set_world_size(self, size: int) -> None: ...
+
+    def global_rank(self) -> int:
+        return self._rank
+
+    def set_global_rank(self, rank: int) -> None: ...
+
+    def local_rank(self) -> int:
+        return self._rank
+
+    def node_rank(self) -> int:
+        return 0
+
+
+class Lit(LightningModule):
+    """An ordinary LightningModule around one of the models."""
+
+    def __init__(self, name: str, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.kind, self.width = name, dtype
+        self.model = build(name, dtype)
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        loss = BUILD[self.kind][1](self.model, batch)
+        self.log("train_loss", loss, prog_bar=True, sync_dist=True)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return reference.optimizer(self.parameters(), self.width)
+
+
+def loader(name: str, data_size: int = 1, data_index: int = 0) -> DataLoader[Any]:
+    """This data rank's share of the reference's batches, in their order (Lightning's sampler would shuffle)."""
+    each = BATCH // data_size
+    mine = range(data_index * each, (data_index + 1) * each)
+    rows = [{k: v[i] for k, v in batch.items()} for batch in samples(name) for i in mine]
+    return DataLoader(rows, batch_size=each)  # type: ignore[arg-type]
+
+
+class Watch(Callback):
+    """Notes loss, norm and this rank's gradients at each step."""
+
+    def __init__(self) -> None:
+        self.run = reference.Run()
+
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        data = trainer.strategy.engine.data
+        names = [n for n, p in module.named_parameters() if p.requires_grad]
+        grads = {n: g.clone() for n in names if (g := data.full_grad(n)) is not None}
+        self.run.first_grads = self.run.first_grads or grads
+        self.run.last_grads = grads
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
+        count = tokens(module.kind, batch)
+        sums = torch.tensor([float(outputs["loss"]) * count, count], dtype=torch.float64)
+        trainer.strategy.mesh["data"].all_reduce(sums)  # the whole batch's loss: data ranks hold uneven counts
+        self.run.losses.append(float(sums[0] / sums[1]))
+        self.run.norms.append(float(trainer.strategy.last_step.grad_norm))
+
+
+def train_rank(rank: int, world: int, name: str, dtype: torch.dtype, layout: str, options: dict[str, Any]) -> Any:
+    """One rank's training. Returns its `Run` and how each of its tensors sits in the whole one."""
+    strategy = ParallaxStrategy(layout, cluster_environment=GivenEnvironment(rank, world), **options)
+    watch = Watch()
+    trainer = Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=world,
+        precision=PRECISION[dtype] if "precision" not in options else None,
+        max_epochs=1,
+        gradient_clip_val=reference.CLIP,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        callbacks=[watch],
+    )
+    module = Lit(name, dtype)
+    sizes = strategy.requested_layout.resolve(world).axis_sizes()
+    trainer.fit(module, loader(name, sizes["dp"], coordinates(rank, sizes)["dp"]))
+    names = [n for n, _ in module.named_parameters()]
+    watch.run.weights = {n: strategy.engine.data.full_param(n).detach().clone() for n in names}
+    shards = {n: strategy.shard_of(n) for n in names}
+    stages = strategy.mesh.index("pp")
+    strategy.close()
+    return watch.run, shards, stages
+
+
+def whole(parts: list[tuple[dict[str, Tensor], dict[str, ParamShard | None]]], like: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Put the ranks' tensors together under the reference's names; replicas must agree, nothing may be missing.
+
+    `parts`: (local tensors, shards) by rank, names prefixed "model.".
+    """
+    out = {n: torch.full_like(t, float("nan")) for n, t in like.items()}
+    tied = {"lm_head.weight": "transformer.wte.weight"} if "transformer.wte.weight" in like else {}
+    for tensors, shards in parts:
+        for fqn, local in tensors.items():
+            name = fqn.removeprefix("model.")
+            name = tied.get(name, name)
+            shard = shards[fqn] or ParamShard(tuple(local.shape))
+            before = out[name].clone()
+            shard.put(out[name], local)
+            both = ~before.isnan() & ~(before == out[name])
+            assert not both.any(), f"replicas of {name} differ by {(before - out[name])[both].abs().max()}"
+    missing = [n for n, t in out.items() if t.isnan().any()]
+    assert not missing, f"no rank holds {missing}"
+    return out

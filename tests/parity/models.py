@@ -1,0 +1,155 @@
+"""The three models parity is shown on: a Llama and a GPT-2 of transformers, unmodified, and a plain nn.Module.
+
+Small, without dropout, with everything that goes wrong in parallel: grouped-query attention, tied weights, position
+embeddings, biases, a vocabulary that no even number divides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+VOCAB, SEQ, BATCH, STEPS = 61, 12, 8, 5
+
+
+def llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=5,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=32,
+    )
+    return LlamaForCausalLM(config)
+
+
+def gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=VOCAB,
+        n_embd=32,
+        n_layer=4,
+        n_head=4,
+        n_positions=32,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+    )
+    return GPT2LMHeadModel(config)
+
+
+class PlainBlock(nn.Module):
+    """Attention and MLP as people write them, no library."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.head_dim = dim // heads
+        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.q, self.k, self.v = nn.Linear(dim, dim), nn.Linear(dim, dim), nn.Linear(dim, dim)
+        self.out = nn.Linear(dim, dim)
+        self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, s, _ = x.shape
+        n = self.norm1(x)
+        q, k, v = (f(n).view(b, s, -1, self.head_dim).transpose(1, 2) for f in (self.q, self.k, self.v))
+        a = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, s, -1)
+        x = x + self.out(a)
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class Plain(nn.Module):
+    """A module that says how it may be cut, in the words Hugging Face models use."""
+
+    tp_plan = {
+        "embed": "embedding_rowwise",
+        "layers.*.q": "colwise",
+        "layers.*.k": "colwise",
+        "layers.*.v": "colwise",
+        "layers.*.out": "rowwise",
+        "layers.*.up": "colwise",
+        "layers.*.down": "rowwise",
+        "head": "colwise_gather_output",
+    }
+    pp_plan = {
+        "embed": (["ids"], ["x"]),
+        "layers": (["x"], ["x"]),
+        "norm": (["x"], ["x"]),
+        "head": (["x"], ["logits"]),
+    }
+
+    def __init__(self, dim: int = 32, heads: int = 4, depth: int = 4) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, dim)
+        self.position = nn.Parameter(torch.randn(SEQ, dim) * 0.02)
+        self.layers = nn.ModuleList(PlainBlock(dim, heads) for _ in range(depth))
+        self.norm = nn.LayerNorm(dim)
+        self.head = nn.Linear(dim, VOCAB, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids) + self.position[: ids.shape[1]]
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+def hf_loss(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
+    if model.dtype != torch.float64:
+        return model(**batch).loss
+    # transformers computes its own loss in fp32 whatever the model's dtype, which hides everything below 1e-7
+    logits, labels = model(batch["input_ids"]).logits, batch["labels"]
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def tokens(name: str, batch: Mapping[str, Tensor]) -> int:
+    """Target tokens that count, by the model's own rule."""
+    labels = batch["labels"] if name == "plain" else batch["labels"][:, 1:]
+    return int((labels != -100).sum())
+
+
+def plain_loss(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
+    logits = model(batch["ids"])
+    return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+
+
+BUILD: Mapping[str, tuple[Callable[[], nn.Module], Callable[[Any, Any], Tensor], str]] = MappingProxyType(
+    {"llama": (llama, hf_loss, "input_ids"), "gpt2": (gpt2, hf_loss, "input_ids"), "plain": (Plain, plain_loss, "ids")}
+)
+
+
+def samples(name: str, steps: int = STEPS, ignored: bool = True) -> list[dict[str, Tensor]]:
+    """`steps` global batches, one after the other; some labels are ignored, unevenly over the batch."""
+    gen = torch.Generator().manual_seed(11)
+    key = BUILD[name][2]
+    out = []
+    for _ in range(steps):
+        ids = torch.randint(0, VOCAB, (BATCH, SEQ), generator=gen)
+        labels = ids.clone() if key == "input_ids" else torch.randint(0, VOCAB, (BATCH, SEQ), generator=gen)
+        if ignored:
+            for row in range(BATCH):
+                labels[row, : row % 5 + 1] = -100
+        out.append({key: ids, "labels": labels})
+    return out
+
+
+def build(name: str, dtype: torch.dtype, seed: int = 5) -> nn.Module:
+    """The model with random weights of `seed`, of a size that makes gradients of ordinary size."""
+    torch.manual_seed(seed)
+    model = BUILD[name][0]().to(dtype)
+    with torch.no_grad():
+        for param in model.parameters():
+            if param.dim() > 1:
+                param.mul_(2.0)
+            else:
+                param.add_(torch.randn_like(param) * 0.1)
+    return model.train()
