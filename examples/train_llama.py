@@ -31,7 +31,7 @@ import parallax.conf
 from parallax import ParallaxStrategy
 from parallax.plugins.launch.detect import launched_rank
 from parallax.strategies.layout import Layout
-from reporting import TokensPerSecond, plot_losses
+from reporting import TokensPerSecond, plot_losses, widen_terminal
 from text_data import TextData
 
 
@@ -107,6 +107,7 @@ def choose_layout(conf: dict[str, Any], processes: int) -> Layout:
 def main(overrides: list[str]) -> None:
     """Train as `conf/` and `overrides` say."""
     warnings.filterwarnings("ignore", ".*LeafSpec")  # lightning 2.6 calls a function that torch 2.13 has renamed
+    widen_terminal()
     conf = read_conf(overrides)
     L.seed_everything(conf["seed"], verbose=False)
     layout = choose_layout(conf["layout"], count_processes(conf["trainer"]))

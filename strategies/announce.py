@@ -18,7 +18,7 @@ from parallax.strategies.report import rank_table
 
 def announce(mesh: Mesh, plugins: Sequence[ParallelPlugin], module: nn.Module) -> None:
     """Print the layout table on rank 0. Collective."""
-    parts = [f"{label} {text}" for plugin in plugins for label, text in plugin.describe().items()]
+    parts = [text for plugin in plugins if (text := plugin.describe().get("holds"))]
     parts.append(f"{_count(sum(_numel(p) for p in module.parameters()))} parameters")
     holds = mesh["control"].gather_objects("; ".join(parts))
     if mesh.rank == 0:

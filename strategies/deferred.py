@@ -29,6 +29,8 @@ from parallax.strategies.pretrained_hf import transformers_deferred
 from parallax.strategies.recording import IN_INIT, Recording, call_name
 from parallax.strategies.replay import META, Outside, Step, Window, storage_key, unrecorded
 
+__all__ = ["Recording", "deferred_init"]
+
 _IS_META: Any = vars(torch._C.TensorBase)["is_meta"].__get__  # made anew on each access: compare with ==
 _FACTORIES = frozenset(_device_constructors())
 _FROM_DATA = frozenset({torch.tensor, torch.as_tensor, torch.asarray})

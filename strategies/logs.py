@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torchmetrics import Metric
 
 from parallax.strategies.comm import AxisComm
+from parallax.strategies.mesh import Mesh
 from parallax.strategies.tree import map_tensors
 
 Logged = tuple[str, Any, dict[str, Any]]
@@ -156,6 +157,15 @@ class LogShare:
         metric._computed = None
         assert isinstance(metric, Metric)
         return metric
+
+
+def count_samples_once(module: nn.Module, mesh: Mesh) -> None:
+    """Let every torchmetrics object in `module` gather over the data axis: ranks along tp and pp hold the same state."""
+    data = mesh["data"]
+    for metric in module.modules():
+        if isinstance(metric, Metric) and metric.process_group is None:
+            metric.process_group = data.group
+            metric.distributed_available_fn = lambda: data.size > 1
 
 
 def _metric_name(module: Any, value: Any) -> str | None:

@@ -42,6 +42,7 @@ from parallax.strategies.deferred import Recording, deferred_init
 from parallax.strategies.engine import Engine
 from parallax.strategies.layout import Layout
 from parallax.strategies.loaders import process_loader
+from parallax.strategies.logs import count_samples_once
 from parallax.strategies.materialize import materialize
 from parallax.strategies.mesh import Mesh
 from parallax.strategies.precision import ParallaxPrecision
@@ -196,7 +197,7 @@ class ParallaxStrategy(ParallelStrategy):
             return  # a second fit, or test after fit: processes and mesh are there
         backend = self._backend or ("nccl" if self.root_device.type == "cuda" else "gloo")
         self._connection = init_distributed(self.cluster_environment, backend, self._timeout)
-        atexit.register(self.close)
+        atexit.register(self._leave)
         self._plugins = plugins
         self._mesh = Mesh.build(layout, self.global_rank, timeout=self._timeout)
 
@@ -238,6 +239,7 @@ class ParallaxStrategy(ParallelStrategy):
             if self._engine is not None:
                 self._engine.data.teardown()
             self._engine = self._make_engine(self.lightning_module, training=training)
+            count_samples_once(self.lightning_module, self.mesh)
             announce(self.mesh, self._plugins, self.lightning_module)
 
     @property
@@ -405,13 +407,18 @@ class ParallaxStrategy(ParallelStrategy):
         self.checkpoint_io.teardown()
 
     def close(self) -> None:
-        """Release the engine and leave the process group. Runs by itself when the process ends."""
-        atexit.unregister(self.close)
+        """Make the module an ordinary one again as far as its axes allow, and leave the process group. Collective."""
         if self._engine is not None:
             self._engine.data.teardown()
-            self._engine = None
+        self._leave()
+
+    def _leave(self) -> None:
+        """Leave the process group without waiting for anybody, as at the end of the process."""
+        atexit.unregister(self._leave)
         if self._mesh is not None and torch.distributed.is_initialized():
             self._mesh.close()
         if self._connection is not None:
             self._connection.close()
-        self._connection = self._mesh = None
+            assert self.cluster_environment is not None
+            self.cluster_environment.teardown()
+        self._connection = self._mesh = self._engine = None

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from parallax.plugins.data import deepspeed_shims as shims
+from parallax.plugins.data import deepspeed_shims_step as running
 from parallax.plugins.data.base import Clip, DataEngine, StepResult, T
 from parallax.plugins.data.clipping import apply_plan, plan_step
 from parallax.plugins.data.deepspeed_checks import check_installed, check_optimizer, fill_groups, one_dtype
@@ -82,6 +83,7 @@ class DeepSpeedEngine(DataEngine):
         self.engine = shims.build_engine(
             self.step_module, optimizer, config, mesh=mesh, dtype=dtype, device=self.device
         )
+        self.restore.mark()
         self._adopt(optimizer, layout)
 
     def _adopt(self, optimizer: Optimizer, layout: Layout) -> None:
@@ -92,9 +94,9 @@ class DeepSpeedEngine(DataEngine):
         kind = PartitionedWeights if layout.zero_stage == 3 else PartitionedStates
         self.shards: Shards = kind(zero, self.mesh["data"])
         self.overflow = False
-        shims.own_norm(zero, lambda: torch.tensor(-1.0 if self.overflow else 0.0))
+        running.own_norm(zero, lambda: torch.tensor(-1.0 if self.overflow else 0.0))
         if layout.zero_stage == 3:
-            shims.scope_trace(zero, self.mesh["data"], traced=layout.pipeline_parallel_size == 1)
+            running.scope_trace(zero, self.mesh["data"], traced=layout.pipeline_parallel_size == 1)
 
     # One step
 
@@ -108,7 +110,7 @@ class DeepSpeedEngine(DataEngine):
 
         def run() -> tuple[Tensor, ...]:
             nonlocal leaves, spec
-            with autocast(), shims.unwound_forward(self.engine.optimizer, self.step_module):
+            with autocast(), running.unwound_forward(self.engine.optimizer, self.step_module):
                 leaves, spec = tree_flatten(fn(*args))
             return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
 
@@ -121,7 +123,7 @@ class DeepSpeedEngine(DataEngine):
 
     def backward(self, loss: Tensor) -> None:
         self._open()
-        with shims.unwound_recompute(self.engine.optimizer):
+        with running.unwound_recompute(self.engine.optimizer):
             self.engine.backward(loss, scale_wrt_gas=False)
 
     def _open(self) -> ExitStack:
@@ -225,7 +227,7 @@ class DeepSpeedEngine(DataEngine):
                 param.grad = None
             self.open_step.close()
         self.engine.destroy()
-        shims.forget_module(self.step_module)
+        running.forget_module(self.step_module)
         gathering = isinstance(self.shards, PartitionedWeights)
         if not gathering or (dist.is_initialized() and sys.exc_info()[0] is None):
             self.restore.run(self.shards.full_param)

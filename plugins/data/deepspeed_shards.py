@@ -152,7 +152,9 @@ class PartitionedWeights(Shards):
 
     def full_param(self, param: Any) -> Tensor:
         flat = self.comm.all_gather(param.ds_tensor.detach().reshape(-1).clone())
-        return flat[: param.ds_numel].view(param.ds_shape)
+        if flat.numel() > param.ds_numel:
+            flat = flat[: param.ds_numel].clone()  # without the padding of the last share
+        return flat.view(param.ds_shape)
 
     def stored(self, param: Any) -> Tensor:
         share: Tensor = param.ds_tensor

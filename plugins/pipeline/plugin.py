@@ -75,7 +75,10 @@ class PipelineParallel(ParallelPlugin):
         if not first:
             _demote(model, structure.direct)
         self._keep_ties(model, ties, first=first, last=last)
-        self._summary = {"stage": f"{mesh.index('pp')}: layers {lo}-{hi - 1} of {structure.num_layers}"}
+        self._summary = {
+            "holds": f"layers {lo}-{hi - 1} of {structure.num_layers}",
+            "sends": "forward: its last layer's output, once per micro-batch; backward: the gradient of its input",
+        }
 
     @property
     def _state(self) -> StageState:

@@ -1,16 +1,12 @@
 """One-time checks that the ranks of the axis agree on what must be the same on all of them.
 
-It is: the detection of ranks that were given different batches, of uncut parameters that work on cut activations
-without the plan saying so (their gradients are partial and the copies drift apart), and of ranks with different
-random numbers. It is not: a check of every step: each runs once, and adds no bytes to any later step.
+It is: the detection of uncut parameters that work on cut activations without the plan saying so (their gradients are
+partial and the copies drift apart), and of ranks with different random numbers. It is not: a check of every step: each runs once, and adds no bytes to any later step.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from lightning_utilities import apply_to_collection
 from torch import Tensor
 
 from parallax.strategies.comm import AxisComm
@@ -25,20 +21,6 @@ def fingerprint(values: Tensor) -> tuple[float, float]:
     flat = values.detach().reshape(-1).to(torch.float64 if values.device.type == "cpu" else torch.float32)
     wave = torch.cos(torch.arange(flat.numel(), device=flat.device, dtype=flat.dtype) * 2.399963)  # golden angle
     return float(flat.norm()), float(flat @ wave)
-
-
-def require_same_batch(batch: Any, comm: AxisComm) -> None:
-    """Raise a ValueError, the same on every rank of `comm`, unless all have the same tensors in `batch`."""
-    mine: list[str] = []  # as text, where nan equals nan
-    apply_to_collection(batch, Tensor, lambda t: mine.append(f"{tuple(t.shape)} {fingerprint(t)}"))
-    everyone = comm.gather_objects(mine)
-    other = next((rank for rank, theirs in zip(comm.ranks, everyone, strict=True) if theirs != everyone[0]), None)
-    if other is not None:
-        raise ValueError(
-            f"ranks {comm.ranks[0]} and {other} share one copy of the model (axis {comm.axis!r}) but were given "
-            "different batches; a data loader must depend on the data-parallel rank alone: give its shuffling and "
-            "augmentation the same seed on both, or let the strategy inject its sampler"
-        )
 
 
 def require_agreement(grads: dict[str, Tensor], comm: AxisComm) -> bool:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from parallax.plugins.base import ParallelPlugin, ParamShard
-from parallax.plugins.tensor.agreement import require_agreement, require_same_batch
+from parallax.plugins.tensor.agreement import require_agreement
 from parallax.plugins.tensor.checks import conditions, require_divisible
 from parallax.plugins.tensor.functions import SharedInput
 from parallax.plugins.tensor.layers import become_column, become_row, become_vocab_parallel
@@ -52,7 +52,6 @@ class TensorParallel(ParallelPlugin):
         self._shards: dict[str, ParamShard] = {}
         self._summed: list[str] = []
         self._agreed = False
-        self._same_batch = False
         self._report: dict[str, str] = {}
 
     def check(self, layout: Layout, model: nn.Module) -> None:
@@ -90,17 +89,6 @@ class TensorParallel(ParallelPlugin):
         for fqn, param in model.named_parameters(remove_duplicate=False):
             whole = ParamShard(tuple(param.shape), owner=comm.is_first)
             self._shards[fqn] = cuts.get(id(param), whole)
-
-    def shard_batch(self, batch: Any, *, mesh: Mesh) -> Any:
-        """The batch as it is; every rank of the axis needs all of it. The first one is compared over the ranks.
-
-        Raises:
-            ValueError: ranks of one tensor-parallel group were given different batches.
-        """
-        if not self._same_batch:
-            require_same_batch(batch, mesh["tp"])
-            self._same_batch = True
-        return batch
 
     def finalize_grads(self, model: nn.Module, *, mesh: Mesh) -> None:
         """Sum the partial gradients of `replicated_with_grad_allreduce` parameters, one all-reduce per dtype.
@@ -232,8 +220,8 @@ def _describe(
     gathers = sum(s.kind is Kind.COLUMN and s.whole_outside for s in styles)
     splits = sum(s.kind is Kind.ROW and s.whole_outside for s in styles)
     return {
-        "holds": f"part {comm.index + 1} of {comm.size} of {len(cut)} parameters, {len(params) - len(cut)} whole; "
-        f"{held:,} elements",
-        "sends per micro-batch": f"forward {reduces} all-reduces, {gathers} all-gathers; "
+        "holds": f"part {comm.index + 1} of {comm.size}",
+        "parameters": f"{len(cut)} cut, {len(params) - len(cut)} whole; {held:,} elements",
+        "sends": f"per micro-batch forward {reduces} all-reduces, {gathers} all-gathers; "
         f"backward {len(blocks)} all-reduces, {splits} all-gathers",
     }

@@ -99,8 +99,13 @@ class Watch(Callback):
         self.run.norms.append(float(trainer.strategy.last_step.grad_norm))
 
 
-def train_rank(rank: int, world: int, name: str, dtype: torch.dtype, layout: str, options: dict[str, Any]) -> Any:
-    """One rank's training. Returns its `Run` and how each of its tensors sits in the whole one."""
+def train_rank(
+    rank: int, world: int, name: str, dtype: torch.dtype, layout: str, options: dict[str, Any], scale: float = 0.0
+) -> Any:
+    """One rank's training. Returns its `Run`, how each of its tensors sits in the whole one, and the final loss scale.
+
+    `options` go to the strategy; `scale` is the first loss scale of 16-mixed.
+    """
     strategy = ParallaxStrategy(layout, cluster_environment=GivenEnvironment(rank, world), **options)
     watch = Watch()
     trainer = Trainer(
@@ -117,15 +122,17 @@ def train_rank(rank: int, world: int, name: str, dtype: torch.dtype, layout: str
         use_distributed_sampler=False,
         callbacks=[watch],
     )
+    plugin: Any = trainer.precision_plugin
+    if scale:
+        plugin.scale.value = scale
     module = Lit(name, dtype)
     sizes = strategy.requested_layout.resolve(world).axis_sizes()
     trainer.fit(module, loader(name, sizes["dp"], coordinates(rank, sizes)["dp"]))
     names = [n for n, _ in module.named_parameters()]
     watch.run.weights = {n: strategy.engine.data.full_param(n).detach().clone() for n in names}
     shards = {n: strategy.shard_of(n) for n in names}
-    stages = strategy.mesh.index("pp")
     strategy.close()
-    return watch.run, shards, stages
+    return watch.run, shards, plugin.scale.value if plugin.scale is not None else None
 
 
 def whole(parts: list[tuple[dict[str, Tensor], dict[str, ParamShard | None]]], like: dict[str, Tensor]) -> dict[str, Tensor]:

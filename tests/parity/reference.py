@@ -48,3 +48,51 @@ def train(name: str, dtype: torch.dtype, autocast: torch.dtype | None = None) ->
         opt.zero_grad()
     run.weights = {n: p.detach().clone() for n, p in model.named_parameters()}
     return run
+
+
+def train_bf16_true(name: str) -> Run:
+    """Weights, activations and gradients in bf16; AdamW on fp32 copies of the weights."""
+    model = build(name, torch.float32)
+    masters = [p.detach().clone().requires_grad_() for p in model.parameters()]
+    model.to(torch.bfloat16)
+    opt = optimizer(masters, torch.float32)
+    run = Run()
+    for batch in samples(name):
+        loss = BUILD[name][1](model, batch)
+        loss.backward()
+        for master, param in zip(masters, model.parameters(), strict=True):
+            master.grad = param.grad.float()  # type: ignore[union-attr]
+            param.grad = None
+        run.first_grads = run.first_grads or _by_name(model, [m.grad for m in masters])
+        run.norms.append(float(torch.nn.utils.clip_grad_norm_(masters, CLIP)))
+        run.losses.append(float(loss.detach()))
+        opt.step()
+        with torch.no_grad():
+            for master, param in zip(masters, model.parameters(), strict=True):
+                param.copy_(master)
+    run.weights = _by_name(model, list(masters))
+    return run
+
+
+def train_fp16_mixed(name: str, scale: float) -> tuple[Run, float]:
+    """torch.amp on the CPU with GradScaler; also the loss scale it ends with."""
+    model = build(name, torch.float32)
+    opt = optimizer(model.parameters(), torch.float32)
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    run = Run()
+    for batch in samples(name):
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = BUILD[name][1](model, batch)
+        scaler.scale(loss).backward()
+        scaler.unscale_(opt)
+        run.norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
+        run.losses.append(float(loss.detach()))
+        scaler.step(opt)
+        scaler.update()
+        opt.zero_grad()
+    run.weights = {n: p.detach().clone() for n, p in model.named_parameters()}
+    return run, float(scaler.get_scale())
+
+
+def _by_name(model: Any, tensors: list[Any]) -> dict[str, Tensor]:
+    return {n: t.detach().clone() for (n, _), t in zip(model.named_parameters(), tensors, strict=True)}

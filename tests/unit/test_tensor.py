@@ -269,7 +269,7 @@ def test_sizes_say_what_the_forward_shows() -> None:
     assert isinstance(layer.mlp.down_proj, nn.Linear)
     assert gpt2.transformer.h[0].attn.split_size == HIDDEN // 2
     assert gpt2.transformer.h[0].attn.c_attn.nf == 3 * HIDDEN // 2
-    assert report["sends per micro-batch"].startswith("forward 5 all-reduces, 1 all-gathers; backward 5 all-reduces")
+    assert report["sends"].startswith("per micro-batch forward 5 all-reduces, 1 all-gathers; backward 5 all-reduces")
 
 
 class Stub(nn.Module):

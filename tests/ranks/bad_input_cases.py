@@ -1,0 +1,276 @@
+"""Wrong settings, models and data, each given to a real Trainer on real ranks.
+
+It is: one function per mistake, and what the ranks do with it. It is not: the expected texts (`test_bad_input.py`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from parallax import ParallaxStrategy
+from tests.parity.harness import GivenEnvironment
+from tests.parity.models import SEQ, VOCAB, Plain, plain_loss
+
+WAIT = timedelta(seconds=20)
+"""Of a collective: a rank that waits in vain says so instead of hanging until the test's limit."""
+
+
+class Lit(LightningModule):
+    """An ordinary LightningModule with a right training_step."""
+
+    def __init__(self, model: nn.Module | None = None) -> None:
+        super().__init__()
+        self.model = Plain(depth=2) if model is None else model
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        return plain_loss(self.model, batch)
+
+    def validation_step(self, batch: Any, index: int) -> Any:
+        self.log("val_loss", plain_loss(self.model, batch))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+@dataclass
+class Case:
+    """What one mistake needs.
+
+    Attributes:
+        layout: of the strategy.
+        module, loader: what is given to `Trainer.fit`; `loader` is made on each rank.
+        strategy, trainer: further arguments.
+    """
+
+    layout: str = ""
+    module: Callable[[], Any] = Lit
+    loader: Callable[[int], Any] = lambda rank: batches()
+    strategy: Mapping[str, Any] = field(default_factory=dict)
+    trainer: Mapping[str, Any] = field(default_factory=dict)
+
+
+def rows(count: int = 8, seed: int = 3) -> list[dict[str, Tensor]]:
+    gen = torch.Generator().manual_seed(seed)
+    return [{key: torch.randint(0, VOCAB, (SEQ,), generator=gen) for key in ("ids", "labels")} for _ in range(count)]
+
+
+def batches(count: int = 8, size: int = 4, **options: Any) -> DataLoader[Any]:
+    return DataLoader(rows(count), batch_size=size, **options)  # type: ignore[arg-type]
+
+
+def llama(**sizes: int) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    usual = {
+        "vocab_size": VOCAB,
+        "hidden_size": 48,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+        "head_dim": 4,
+        "max_position_embeddings": 32,
+    }
+    return LlamaForCausalLM(LlamaConfig(**usual | sizes))
+
+
+class LitLlama(Lit):
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(llama(**sizes))
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        return self.model(input_ids=batch["ids"], labels=batch["labels"]).loss
+
+
+class Manual(Lit):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class NoOptimizer(Lit):
+    configure_optimizers = LightningModule.configure_optimizers
+
+
+class TwoOptimizers(Lit):
+    def configure_optimizers(self) -> Any:
+        params = list(self.parameters())
+        return [torch.optim.SGD(params[:2], lr=0.1), torch.optim.SGD(params[2:], lr=0.1)]
+
+
+class Lbfgs(Lit):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters())
+
+
+class HeadOnly(Lit):
+    """Finds nothing to train on a stage without the head."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([p for n, p in self.named_parameters() if "head" in n], lr=0.1)
+
+
+class OwnBackward(Lit):
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        loss.backward()
+
+
+class NoLoss(Lit):
+    """Forgets `return loss`."""
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        plain_loss(self.model, batch)
+
+
+class LossLater(Lit):
+    """Forgets it at the second batch only."""
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        loss = plain_loss(self.model, batch)
+        return loss if index == 0 else None
+
+
+class NoPlan(Lit):
+    def __init__(self) -> None:
+        super().__init__(Unplanned())
+
+
+class Unplanned(Plain):
+    tp_plan = None  # type: ignore[assignment]
+    pp_plan = None  # type: ignore[assignment]
+
+
+class NormTwice(Plain):
+    """Normalises with one module before the layers and after them; it is registered before."""
+
+    pp_plan = {k: v for k, v in Plain.pp_plan.items() if k != "norm"}
+
+    def __init__(self) -> None:
+        super().__init__(depth=2)
+        norm, layers = self.norm, self.layers
+        del self.norm, self.layers
+        self.norm, self.layers = norm, layers
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.norm(self.embed(ids) + self.position[: ids.shape[1]])
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+class HeadBefore(Plain):
+    """Calls a module that is registered after the layers before them."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.norm(self.embed(ids) + self.position[: ids.shape[1]])
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class Stream(IterableDataset[Any]):
+    """Rows one by one; nobody knows how many."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(rows(self.count))
+
+
+def stream(rank: int) -> DataLoader[Any]:
+    return DataLoader(Stream(8 if rank else 4), batch_size=4)
+
+
+def shuffled(rank: int) -> DataLoader[Any]:
+    return DataLoader(rows(), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(rank))  # type: ignore[arg-type]
+
+
+def attempt(rank: int, world: int, case: Case) -> tuple[str, str, float]:
+    """(type, text) of what `Trainer.fit` raised on this rank, and the seconds it took."""
+    started = time.monotonic()
+    strategy = None
+    try:
+        module = case.module()
+        strategy = ParallaxStrategy(
+            case.layout, cluster_environment=GivenEnvironment(rank, world), timeout=WAIT, **case.strategy
+        )
+        options = {
+            "accelerator": "cpu",
+            "devices": world,
+            "max_epochs": 1,
+            "logger": False,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "use_distributed_sampler": False,
+        }
+        trainer = Trainer(strategy=strategy, **options | case.trainer)
+        trainer.fit(module, case.loader(rank))
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - started
+    finally:
+        if strategy is not None:
+            strategy.close()
+    return "nothing", "", time.monotonic() - started
+
+
+def refuse(rank: int, world: int, names: list[str]) -> dict[str, tuple[str, str, float]]:
+    """Attempt the cases one after the other in the same processes: what one leaves behind must not hurt the next."""
+    results = {}
+    for name in names:
+        print(f"case {name}", flush=True)
+        results[name] = attempt(rank, world, CASES[name])
+    return results
+
+
+CASES: Mapping[str, Case] = {
+    # layouts (4 ranks)
+    "world": Case("tp3"),
+    "world_exact": Case("tp2 pp2 dp2"),
+    "key": Case("tensor_paralel_size=2"),
+    "token": Case("tq2 pp2"),
+    "option": Case("", strategy={"num_microbatch": 4}),
+    "schedule": Case("pp2 schedule=1f1c"),
+    "data_engine": Case("data_engine=depspeed"),
+    "no_plugin": Case("cp2"),
+    # models
+    "heads": Case("tp4", module=lambda: LitLlama(num_attention_heads=6, num_key_value_heads=2)),
+    "kv_heads": Case("tp4", module=lambda: LitLlama(num_attention_heads=12, num_key_value_heads=6)),
+    "hidden": Case("tp4", module=lambda: LitLlama(intermediate_size=66)),
+    "vocabulary": Case("tp4", module=LitLlama),
+    "layers": Case("pp4"),
+    "no_plan_tp": Case("tp2", module=NoPlan),
+    "no_plan_pp": Case("pp2", module=NoPlan),
+    "wrong_plan": Case("pp2", strategy={"pp_plan": {"model.embedding": None, "model.layers": None}}),
+    # optimisation
+    "manual": Case(module=Manual),
+    "no_optimizer": Case(module=NoOptimizer),
+    "two_optimizers": Case(module=TwoOptimizers),
+    "lbfgs": Case(module=Lbfgs),
+    "backward": Case(module=OwnBackward),
+    "head_only": Case("pp2", module=HeadOnly),
+    # data
+    "microbatches": Case("pp2 mb3"),
+    "microbatches_later": Case("pp2 mb4", loader=lambda rank: batches(10, 8)),
+    "lengths": Case(loader=lambda rank: batches(8 if rank != 2 else 4)),
+    "stream": Case(loader=stream),
+    "shuffled": Case("tp2", loader=shuffled),
+    "shuffled_pp": Case("pp2", loader=shuffled),
+    # steps
+    "no_loss": Case(module=NoLoss),
+    "no_loss_pp": Case("pp2 mb4", module=NoLoss),
+    "no_loss_pp4": Case("pp2 tp2 mb4 gpipe", module=NoLoss),
+    "loss_later": Case("pp2 zero1", module=LossLater),
+    "norm_twice": Case("pp2", module=lambda: Lit(NormTwice())),
+    "head_before": Case("pp2", module=lambda: Lit(HeadBefore())),
+}
