@@ -176,7 +176,8 @@ class Engine:
         """Factor of each micro-batch's loss: its tokens over all tokens, times the data ranks that are averaged."""
         data = self.mesh["data"]
         total = counts.sum()
-        data.all_reduce(total)
+        with self.mesh.ledger.during("forward", f"step {self.steps}, count of valid tokens"):
+            data.all_reduce(total)
         return counts * (data.size / total.clamp(min=1))
 
     def _run(

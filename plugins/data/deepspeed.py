@@ -139,10 +139,10 @@ class DeepSpeedEngine(DataEngine):
     def reduce(self) -> None:
         held = self._open()
         for param in self.step_module.parameters():
-            if param.requires_grad and param.grad is None:  # every data rank must reduce the same parameters
+            # Every data rank must reduce the same parameters, and ZeRO-3 would take last step's gradient for this one.
+            if param.requires_grad and param.grad is None:
                 param.grad = torch.empty_like(param)  # torch compares it with the weight, which may be released
                 param.grad.data = torch.zeros(_shape(param), dtype=param.dtype, device=param.device)
-        self.shards.before_reduce()
         self.open_step = None
         held.close()
 

@@ -49,10 +49,6 @@ class Shards(ABC):
     def stored(self, param: nn.Parameter) -> Tensor:
         """What this rank keeps of a weight between steps."""
 
-    @abstractmethod
-    def before_reduce(self) -> None:
-        """Forget the previous step's reduced gradients."""
-
     @contextmanager
     def optimizer_params(self) -> Iterator[None]:
         """Inside, the user's optimizer lists the masters in its groups."""
@@ -109,9 +105,6 @@ class PartitionedStates(Shards):
     def stored(self, param: nn.Parameter) -> Tensor:
         return param
 
-    def before_reduce(self) -> None:
-        pass  # averaged gradients are made anew
-
 
 class PartitionedWeights(Shards):
     """ZeRO-3: every parameter cut into one equal share per data rank, the last one padded."""
@@ -159,6 +152,3 @@ class PartitionedWeights(Shards):
     def stored(self, param: Any) -> Tensor:
         share: Tensor = param.ds_tensor
         return share
-
-    def before_reduce(self) -> None:
-        self.optimizer.grad_partitions_flat_buffer.zero_()  # else the share of a parameter unused now is last step's

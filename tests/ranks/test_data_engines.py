@@ -72,14 +72,13 @@ class _Stage(nn.Module):
     def __init__(self, first: bool) -> None:
         super().__init__()
         self.body = cases.Scaled() if first else nn.Linear(13, cases.CLASSES)
-        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, cases.WIDTH)) if first else None
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, 13)) if first else None
         self.first = first
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.first:
             return self.body(x)
-        x = self.body(x * self.weight)
-        raise _Leave(x)
+        raise _Leave(self.body(x) * self.weight)  # the backward needs the weight, although forward never ends
 
 
 class _Part(nn.Module):
@@ -115,6 +114,7 @@ def _pp2_dp2(rank: int, world: int, stage: int) -> None:
     plain_first, plain_second = _two_parts()
     plain = torch.optim.AdamW([*plain_first.parameters(), *plain_second.parameters()], lr=1e-2)
     engine = cases.make_engine(stage, mine, optimizer, mesh)
+    assert len(optimizer.param_groups) == 2
     for step in range(3):
         plain.zero_grad()
         outs: list[Tensor] = []
@@ -156,6 +156,7 @@ def _pp2_dp2(rank: int, world: int, stage: int) -> None:
             cases.near(engine.full_param(name), want.detach(), 1e-9, f"{name} after step {step}")
     if stage == 3:
         _nothing_left_behind(engine)
+        assert mesh.ledger.total("data", "gather_objects").calls == 0  # orders are compared where they repeat only
     engine.teardown()
 
 
@@ -171,6 +172,27 @@ def _nothing_left_behind(engine: DataEngine) -> None:
 def test_two_parts_on_two_data_ranks_left_in_the_middle_of_a_container() -> None:
     """The norm is that of both parts; a part without parameters of a group works; nothing piles up in ZeRO-3."""
     run_ranks(4, _each_stage, _pp2_dp2, timeout=100)
+
+
+def _nothing_to_train(rank: int, world: int, stage: int) -> None:
+    """The second of two stages has a frozen layer only."""
+    mesh = mesh_of(rank, stage, dp=1, pp=2)
+    torch.manual_seed(0)
+    module = nn.Linear(2, 2).double().requires_grad_(mesh["pp"].is_first)
+    optimizer = torch.optim.AdamW([{"params": [p for p in module.parameters() if p.requires_grad]}], lr=0.1)
+    engine = cases.make_engine(stage, module, optimizer, mesh)
+    before = engine.full_param("weight")
+    x = torch.ones(1, 2, dtype=torch.float64, requires_grad=True)
+    engine.backward(engine.forward(module, x).sum())
+    engine.reduce()
+    result = engine.step(Clip())
+    assert result.grad_norm.item() == pytest.approx(6**0.5, rel=1e-12)  # four ones in the weight, two in the bias
+    assert torch.equal(engine.full_param("weight"), before) != mesh["pp"].is_first
+    engine.teardown()
+
+
+def test_a_stage_with_nothing_to_train() -> None:
+    run_ranks(2, _each_stage, _nothing_to_train, timeout=60)
 
 
 # Clipping by value, loss scale, unused parameters
@@ -372,10 +394,10 @@ def _other_optimizers(rank: int, world: int, stage: int) -> None:
         lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9),
     ):
         reference, module = net(torch.float64), net(torch.float64)
-        expected = cases.plain_run(reference, make(reference), world, steps=3)
-        optimizer = make(module)
+        plain, optimizer = make(reference), make(module)
         engine = cases.make_engine(stage, module, optimizer, mesh)
-        optimizer.param_groups[0]["lr"] = 0.1
+        plain.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"] = 0.05
+        expected = cases.plain_run(reference, plain, world, steps=3)
         cases.assert_same(engine_run(engine, module, mesh, steps=3), expected, 1e-9)
         engine.teardown()
 
@@ -398,8 +420,10 @@ def _autocast(rank: int, world: int, stage: int) -> None:
     mesh, module = mesh_of(rank, stage, dp=world), net(torch.float32)
     engine = cases.make_engine(stage, module, adamw(module), mesh)
     x, y = cases.batch(0, 0, 0, torch.float32)
+    torch.set_autocast_enabled("cuda", True)  # the flag that makes DeepSpeed switch autocast off, on any device
     with torch.autocast("cpu", dtype=torch.bfloat16):
         out = engine.forward(module, x)
+    torch.set_autocast_enabled("cuda", False)
     assert out.dtype == torch.bfloat16
     engine.backward(nn.functional.cross_entropy(out.float(), y))
     assert module.last.weight.grad is not None and module.last.weight.grad.dtype == torch.float32

@@ -1,0 +1,83 @@
+"""Bytes per axis of one training step equal the textbook: one activation per boundary and micro-batch each way,
+one all-reduce of the gradients over the data axis, two all-reduces per layer each way over the tensor axis.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, Trainer
+
+from parallax import ParallaxStrategy
+from parallax.strategies.comm import Traffic, wire_bytes
+from parallax.strategies.mesh import coordinates
+from tests.parity.harness import GivenEnvironment, Lit, loader
+from tests.parity.models import BATCH, SEQ, VOCAB
+from tests.procs import run_ranks
+
+HIDDEN, LAYERS, FP32 = 32, 4, 4
+
+
+class Count(Callback):
+    """The ledger of the second step alone: the first one also exchanges descriptions."""
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        trainer.strategy.mesh.ledger.reset()
+
+
+def traffic_rank(rank: int, world: int, layout: str) -> Any:
+    strategy = ParallaxStrategy(layout, cluster_environment=GivenEnvironment(rank, world))
+    trainer = Trainer(
+        strategy=strategy, accelerator="cpu", devices=world, max_steps=2, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False, callbacks=[Count()],
+    )  # fmt: skip
+    module = Lit("plain", torch.float32)
+    sizes = strategy.requested_layout.resolve(world).axis_sizes()
+    trainer.fit(module, loader("plain", sizes["dp"], coordinates(rank, sizes)["dp"]))
+    counts = dict(strategy.mesh.ledger.counts)
+    elements = sum(p.numel() for p in module.parameters())
+    tensors = sum(1 for _ in module.parameters())
+    strategy.close()
+    return counts, elements, tensors
+
+
+def bytes_of(counts: dict[tuple[str, str, str], Traffic], axis: str, kind: str, phase: str) -> Traffic:
+    return counts.get((axis, kind, phase), Traffic())
+
+
+def test_pipeline_and_data_axis() -> None:
+    microbatches, dp = 4, 2
+    activation = BATCH // dp * SEQ * HIDDEN * FP32  # of all micro-batches of one data rank
+    ranks = run_ranks(4, traffic_rank, f"pp2 dp2 mb{microbatches}", timeout=60)
+    for rank, (counts, elements, tensors) in enumerate(ranks):
+        first = rank < 2  # pp is the outer axis
+        sent = "forward" if first else "backward"
+        assert bytes_of(counts, "pp" if first else "pp_back", "send", sent) == Traffic(microbatches, activation)
+        got = Traffic(microbatches, activation)
+        # A receive may be posted early, while the action before it runs.
+        posted = [bytes_of(counts, "pp_back" if first else "pp", "recv", phase) for phase in ("forward", "backward")]
+        assert Traffic(sum(t.calls for t in posted), sum(t.bytes for t in posted)) == got
+        # the gradients, and one number per parameter: whether any data rank used it
+        assert bytes_of(counts, "data", "all_reduce", "step").bytes == (elements + tensors) * FP32
+        # the number of valid tokens, which weighs the losses of the last stage
+        assert bytes_of(counts, "data", "all_reduce", "forward") == Traffic(1, 8)
+        assert ("tp", "all_reduce", "forward") not in counts
+
+
+def test_tensor_axis() -> None:
+    region = BATCH * SEQ * HIDDEN * FP32
+    for counts, _, _ in run_ranks(2, traffic_rank, "tp2", timeout=60):
+        # attention and MLP of every layer, and the vocabulary: embedding forward, head backward
+        assert bytes_of(counts, "tp", "all_reduce", "forward") == Traffic(2 * LAYERS + 1, (2 * LAYERS + 1) * region)
+        assert bytes_of(counts, "tp", "all_reduce", "backward") == Traffic(2 * LAYERS + 1, (2 * LAYERS + 1) * region)
+        padded = VOCAB + VOCAB % 2
+        assert bytes_of(counts, "tp", "all_gather", "forward") == Traffic(1, BATCH * SEQ * padded * FP32)
+        assert {axis for axis, _, _ in counts} <= {"tp", "model", "data", "pp"}
+
+
+def test_wire_bytes_are_the_ring_algorithms() -> None:
+    assert wire_bytes("all_reduce", 8_000, 4) == 12_000
+    assert wire_bytes("all_gather", 8_000, 4) == wire_bytes("reduce_scatter", 8_000, 4) == 6_000
+    assert wire_bytes("send", 8_000, 4) == 8_000
+    assert wire_bytes("all_reduce", 8_000, 1) == 0
