@@ -60,6 +60,8 @@ def run_side(side: str, world: int, options: argparse.Namespace) -> dict[str, li
     for line in output.splitlines():
         if line.startswith(MARK):
             return json.loads(line.removeprefix(MARK))
+    if world > 1:  # torchrun adds a traceback of its own, which says nothing
+        output = output.rpartition("Traceback (most recent call last)")[0] or output
     raise RuntimeError(f"{side} on {world} process(es) gave no result:\n{output[-3000:]}")
 
 

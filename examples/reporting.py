@@ -1,15 +1,12 @@
 """What a training run shows: tokens per second while it runs, a loss plot at the end.
 
-It is: one Lightning callback, a terminal that can show a progress bar, and a drawing of the metrics file. It is not:
+It is: one Lightning callback and a drawing of the metrics file. It is not:
 part of the training.
 """
 
 from __future__ import annotations
 
 import csv
-import os
-import struct
-import sys
 import time
 from collections import deque
 from pathlib import Path
@@ -40,20 +37,6 @@ class TokensPerSecond(L.Callback):
         self.seconds.append(time.perf_counter() - self.started)
         rate = self.tokens_per_step * len(self.seconds) / sum(self.seconds)
         pl_module.log("tokens_per_s", rate, prog_bar=True)
-
-
-def widen_terminal(columns: int = 110) -> None:
-    """Give a terminal that claims to be 0 columns wide some width.
-
-    Open MPI connects the output of each rank to such a terminal, and progress bars cut their lines to nothing there.
-    """
-    if not sys.stdout.isatty() or os.get_terminal_size(sys.stdout.fileno()).columns:
-        return
-    import fcntl
-    import termios
-
-    size = struct.pack("HHHH", 24, int(os.environ.get("COLUMNS", columns)), 0, 0)
-    fcntl.ioctl(sys.stdout.fileno(), termios.TIOCSWINSZ, size)
 
 
 def read_curve(metrics: Path, name: str) -> tuple[list[int], list[float]]:

@@ -105,7 +105,8 @@ class TextData(L.LightningDataModule):
 
     Args:
         path: a folder or one file; None for the source files of this Python's standard library.
-        patterns: names of the files to read, e.g. ["*.py", "*.txt"].
+        patterns: names of the files to read, e.g. ["*.md", "*.txt"]; None for *.py of the standard library, and for
+            every text file of any other folder.
         max_bytes: read no more than this.
         seq_len: tokens a sample.
         global_batch_size: samples a step over all data-parallel ranks; each rank loads its share.
@@ -118,7 +119,7 @@ class TextData(L.LightningDataModule):
     def __init__(
         self,
         path: str | None = None,
-        patterns: Sequence[str] = ("*.py",),
+        patterns: Sequence[str] | None = None,
         max_bytes: int = 8_000_000,
         seq_len: int = 128,
         global_batch_size: int = 16,
@@ -126,7 +127,8 @@ class TextData(L.LightningDataModule):
     ) -> None:
         super().__init__()
         self.path = Path(path).expanduser() if path is not None else Path(sysconfig.get_paths()["stdlib"])
-        self.patterns, self.max_bytes, self.seq_len = list(patterns), max_bytes, seq_len
+        self.patterns = list(patterns or (["*.py"] if path is None else ["*"]))
+        self.max_bytes, self.seq_len = max_bytes, seq_len
         self.global_batch_size, self.val_fraction = global_batch_size, val_fraction
         self.train_windows: Tensor | None = None
         self.val_windows: Tensor | None = None
@@ -139,7 +141,7 @@ class TextData(L.LightningDataModule):
             raise ValueError(f"data.path={self.path} does not exist")
         files = [self.path] if self.path.is_file() else find_files(self.path, self.patterns)
         if not files:
-            raise ValueError(f"no file under {self.path} fits {self.patterns}: set data.patterns, e.g. ['*.txt']")
+            raise ValueError(f"no file under {self.path} fits {self.patterns}: change data.patterns")
         stream = read_bytes(files, self.max_bytes)
         cut = split_windows(stream, self.seq_len, self.val_fraction, self.global_batch_size)
         self.train_windows, self.val_windows = cut

@@ -1,7 +1,7 @@
 """Train an unmodified Hugging Face Llama on real text, split over processes by one line: the strategy.
 
     mpirun -n 8 python examples/train_llama.py layout=tp2_pp2_dp2_zero1
-    torchrun --nproc-per-node 8 examples/train_llama.py data.path=~/texts
+    torchrun --nproc-per-node 8 examples/train_llama.py data.path=$HOME/texts
     python examples/train_llama.py                        # one process
     python examples/train_llama.py trainer.devices=8      # Lightning starts the other seven
 
@@ -27,11 +27,11 @@ from omegaconf import OmegaConf
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import parallax
 import parallax.conf
-from parallax import ParallaxStrategy
 from parallax.plugins.launch.detect import launched_rank
 from parallax.strategies.layout import Layout
-from reporting import TokensPerSecond, plot_losses, widen_terminal
+from reporting import TokensPerSecond, plot_losses
 from text_data import TextData
 
 
@@ -107,15 +107,15 @@ def choose_layout(conf: dict[str, Any], processes: int) -> Layout:
 def main(overrides: list[str]) -> None:
     """Train as `conf/` and `overrides` say."""
     warnings.filterwarnings("ignore", ".*LeafSpec")  # lightning 2.6 calls a function that torch 2.13 has renamed
-    widen_terminal()
     conf = read_conf(overrides)
     L.seed_everything(conf["seed"], verbose=False)
     layout = choose_layout(conf["layout"], count_processes(conf["trainer"]))
+    parallax.register_strategies(layout=layout)  # what strategy="parallax_4d" stands for below
     out = Path(conf["output_dir"] or f"outputs/train_llama/{datetime.now():%Y-%m-%d_%H-%M-%S}")
     best = ModelCheckpoint(out / "checkpoints", "step{step}", monitor="val_loss", auto_insert_metric_name=False)
     trainer = L.Trainer(
         **conf["trainer"],
-        strategy=ParallaxStrategy(layout),
+        strategy="parallax_4d",
         logger=CSVLogger(out, name="", version=""),
         callbacks=[
             TokensPerSecond(conf["data"]["global_batch_size"] * conf["data"]["seq_len"]),
@@ -133,7 +133,7 @@ def main(overrides: list[str]) -> None:
         title = f"Llama on {text}, layout {layout.resolve(trainer.world_size)}"
         plot_losses(out / "metrics.csv", out / "loss.png", title)
         print(f"\nloss plot   {out / 'loss.png'}\nmetrics     {out / 'metrics.csv'}")
-        print(f"checkpoint  {best.best_model_path}", flush=True)
+        print(f"checkpoint  {out / 'checkpoints' / Path(best.best_model_path).name}", flush=True)
 
 
 if __name__ == "__main__":

@@ -23,8 +23,9 @@ from typing import Any
 import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from parallax.plugins.launch import mark_shared
+from parallax.plugins.launch.errors import _lost_peer, mark_shared
 from parallax.strategies.comm import CommError
+from parallax.strategies.names import name_ranks
 
 GRACE = 5.0
 """Seconds a rank with a refusal waits for the others to report, before it speaks for itself."""
@@ -91,12 +92,12 @@ class Agreement:
         error: Exception | None = None
         try:
             yield
-        except CommError:
-            raise  # contact is lost already: the rank that is to blame reports
         except Exception as raised:
+            if _lost_peer(raised):
+                raise  # the rank that is to blame reports
             error = raised
         if self._world > 1:
-            arrived, reports = self._exchange(what, error, GRACE)
+            arrived, reports = self._exchange(what, error)
             self._conclude(what, error, arrived, reports)
         elif error is not None:
             raise error
@@ -106,11 +107,9 @@ class Agreement:
         """An error that all ranks meet inside counts as one. Ranks without an error do nothing and wait for nobody."""
         try:
             yield
-        except CommError:
-            raise
         except Exception as error:
-            if self._world > 1:
-                arrived, reports = self._exchange(what, error, GRACE)
+            if self._world > 1 and not _lost_peer(error):
+                arrived, reports = self._exchange(what, error)
                 self._conclude(what, error, arrived, reports)
             raise
 
@@ -120,22 +119,22 @@ class Agreement:
     def _store(self) -> Any:
         return self._given if self._given is not None else dist.distributed_c10d._get_default_store()
 
-    def _exchange(self, what: str, error: Exception | None, grace: float) -> tuple[int, dict[int, Report]]:
-        """(how many ranks came, reports by rank). Gives up early when some rank has failed."""
+    def _exchange(self, what: str, error: Exception | None) -> tuple[int, dict[int, Report]]:
+        """(how many ranks came, reports by rank). Gives up early when some rank has failed; nothing without a store."""
         number = self._rounds[what] = self._rounds.get(what, 0) + 1
         key = f"parallax/{self._nonce}/{what}/{number}"
         try:
-            return self._meet(key, error, grace)
+            return self._meet(key, error)
         except RuntimeError as lost:  # the store has gone with the process that held it
-            if error is not None:
-                raise error from lost
-            raise CommError(f"rank {self._rank} lost contact with the job's store after {what}: {lost}") from lost
+            if error is None:
+                raise CommError(f"rank {self._rank} lost contact with the job's store after {what}: {lost}") from lost
+        return 0, {}
 
-    def _meet(self, key: str, error: Exception | None, grace: float) -> tuple[int, dict[int, Report]]:
-        store = self._store
+    def _meet(self, key: str, error: Exception | None) -> tuple[int, dict[int, Report]]:
+        store, grace = self._store, GRACE
         if error is not None:
             refusal = is_refusal(error)
-            grace = grace if refusal else min(grace, CRASH_GRACE)
+            grace = GRACE if refusal else CRASH_GRACE
             store.set(f"{key}/{self._rank}", pickle.dumps(Report(text_of(error), refusal)))
             store.add(f"{key}/failed", 1)
         arrived, failed = store.add(f"{key}/arrived", 1), 0
@@ -154,6 +153,8 @@ class Agreement:
 
     def _conclude(self, what: str, error: Exception | None, arrived: int, reports: Mapping[int, Report]) -> None:
         if not reports:
+            if error is not None:
+                raise error
             if arrived < self._world:
                 raise CommError(
                     f"rank {self._rank} waited {self._patience:g} s after {what} for all ranks; {arrived} of "
@@ -164,7 +165,7 @@ class Agreement:
         if error is not None and len(reports) == self._world and len(texts) == 1:
             raise mark_shared(error)
         if arrived == self._world and all(report.refusal for report in reports.values()):
-            raise mark_shared(ValueError(_merged(reports, self._world))) from error
+            raise mark_shared(ValueError(_merged(reports, self._world))) from None  # its text is in there already
         if error is None:
             first = min(reports)
             raise CommError(f"rank {first} of {self._world} failed in {what}: {reports[first].text}")
@@ -178,6 +179,5 @@ def _merged(reports: Mapping[int, Report], world: int) -> str:
         by_text.setdefault(reports[rank].text, []).append(rank)
     lines = []
     for text, ranks in by_text.items():
-        name = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-        lines.append(text if len(ranks) == world else f"on {name} of {world}: {text}")
+        lines.append(text if len(ranks) == world else f"on {name_ranks(ranks)} of {world}: {text}")
     return "\n".join(lines)

@@ -7,6 +7,7 @@ axis's own work (`plugins/`), or the data engine, which comes last and needs the
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -64,10 +65,10 @@ def shard_lookup(plugins: Sequence[ParallelPlugin]) -> Callable[[str], ParamShar
             return None
         cut = [s for s in shards if s.dim is not None]
         if len(cut) > 1:
-            raise RuntimeError(f"parameter {fqn!r} is cut over several axes ({[s.axis for s in cut]}), which is not supported")
+            raise RuntimeError(f"parameter {fqn!r} is cut over several axes: {[s.axis for s in cut]}")
         base = cut[0] if cut else shards[0]
         owner = all(s.owner for s in shards)
-        return base if base.owner == owner else ParamShard(base.shape, base.dim, base.ranges, base.pad, base.axis, owner)
+        return base if base.owner == owner else replace(base, owner=owner)
 
     return shard_of
 

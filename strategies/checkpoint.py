@@ -50,14 +50,17 @@ def load(folder: Path, mesh: Mesh) -> dict[str, Any]:
         ValueError: not a complete checkpoint folder, or written at another layout.
     """
     if not (folder / "meta.pt").is_file():
-        state = "is a single file, not written by Parallax" if folder.is_file() else "has no meta.pt (an interrupted save?)"
-        raise ValueError(f"{folder} is not a complete Parallax checkpoint: it {state if folder.exists() else 'does not exist'}")
+        state = "has no meta.pt (an interrupted save?)" if folder.is_dir() else "does not exist"
+        if folder.is_file():
+            state = "is a single file, not written by Parallax"
+        raise ValueError(f"{folder} is not a complete Parallax checkpoint: it {state}")
     checkpoint: dict[str, Any] = torch.load(folder / "meta.pt", map_location="cpu", weights_only=False)
     written = checkpoint.pop("parallax")["layout"]
     here = mesh.layout.to_dict()
     same = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size", "expert_parallel_size",
             "data_parallel_size", "zero_stage", "data_engine")  # fmt: skip
-    differ = [f"{key}: {written.get(key)} then, {here.get(key)} now" for key in same if written.get(key) != here.get(key)]
+    pairs = {key: (written.get(key), here.get(key)) for key in same}
+    differ = [f"{key}: {then} then, {now} now" for key, (then, now) in pairs.items() if then != now]
     if differ:
         raise ValueError(
             f"{folder} was written at another layout ({'; '.join(differ)}); resume with the layout it was written at"

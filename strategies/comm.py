@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-
 # torch 2.13 renamed these two and warns about the old names.
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -178,7 +177,7 @@ class AxisComm:
         if self.size == 1:
             return tensor
         if tensor.shape[dim] % self.size:
-            raise ValueError(f"reduce_scatter over {self.size} ranks does not divide dim {dim} of {tuple(tensor.shape)}")
+            raise ValueError(f"reduce_scatter: {self.size} ranks do not divide dim {dim} of {tuple(tensor.shape)}")
         chunks = torch.cat([c.reshape(-1) for c in tensor.chunk(self.size, dim=dim)])
         shape = list(tensor.shape)
         shape[dim] //= self.size

@@ -150,8 +150,8 @@ class Engine:
         differ = [rank for rank, batch_there in zip(model.ranks, theirs, strict=True) if batch_there != theirs[0]]
         if differ:
             raise ValueError(
-                f"rank(s) {differ} read other samples than rank {model.ranks[0]}, though they hold parts of the same model "
-                f"copy. Let Lightning place the sampler (use_distributed_sampler=True), or seed your own from the data "
+                f"rank(s) {differ} read other samples than rank {model.ranks[0]}, though they hold parts of the same "
+                f"model copy. Let Lightning place the sampler (use_distributed_sampler=True), or seed your own from the data "
                 f"rank only: trainer.strategy.distributed_sampler_kwargs gives num_replicas and rank"
             )
 
@@ -214,7 +214,8 @@ def _loss(output: Any) -> Tensor:
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if not isinstance(loss, Tensor):
         raise ValueError(
-            f"training_step must return the loss, or a dict with 'loss', on every batch; it returned {type(output).__name__}"
+            f"training_step must return the loss, or a dict with 'loss', on every batch; it returned "
+            f"{type(output).__name__}"
         )
     return loss
 

@@ -1,6 +1,6 @@
-"""Follow imports for the length of a `with` block.
+"""Follow imports, for the length of a `with` block or until one module has been imported.
 
-It is: a way to run a function when a given module has been imported, and to keep recording modes away from the
+It is: ways to run a function when a given module has been imported, and to keep recording modes away from the
 bodies of modules that are imported meanwhile (a constant at module level must not land on the meta device and stay
 there). It is not: anything about which modules matter.
 """
@@ -32,12 +32,38 @@ def on_import(actions: Mapping[str, Callable[[ModuleType], None]]) -> Iterator[N
         sys.meta_path.remove(finder)
 
 
-class _Finder(MetaPathFinder):
-    def __init__(self, actions: Mapping[str, Callable[[ModuleType], None]]) -> None:
-        self._actions = actions
+def after_import(name: str, action: Callable[[ModuleType], None]) -> None:
+    """Call `action(module)` once: now if module `name` has been imported, else right after it will be."""
+    if name in sys.modules:
+        action(sys.modules[name])
+    else:
+        sys.meta_path.insert(0, _Once(name, action))
+
+
+class _Once(MetaPathFinder):
+    """Answers for one module, once, and looks at no other import."""
+
+    def __init__(self, name: str, action: Callable[[ModuleType], None]) -> None:
+        self._name = name
+        self._action = action
 
     def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
-        for finder in sys.meta_path[sys.meta_path.index(self) + 1 :]:
+        if fullname != self._name or self not in sys.meta_path:
+            return None
+        found = _Finder({fullname: self._action}, after=self).find_spec(fullname, path, target)
+        sys.meta_path.remove(self)
+        return found
+
+
+class _Finder(MetaPathFinder):
+    def __init__(
+        self, actions: Mapping[str, Callable[[ModuleType], None]], after: MetaPathFinder | None = None
+    ) -> None:
+        self._actions = actions
+        self._after = after or self
+
+    def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
+        for finder in sys.meta_path[sys.meta_path.index(self._after) + 1 :]:
             spec = finder.find_spec(fullname, path, target) if hasattr(finder, "find_spec") else None
             if spec is not None:
                 if spec.loader is not None and hasattr(spec.loader, "exec_module"):

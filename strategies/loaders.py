@@ -11,7 +11,9 @@ from typing import Any
 
 from lightning.fabric.utilities.data import sized_len
 
+from parallax.plugins.launch import mark_shared
 from parallax.strategies.mesh import Mesh
+from parallax.strategies.names import name_ranks
 
 
 def process_loader(loader: Any, mesh: Mesh) -> Any:
@@ -23,15 +25,15 @@ def process_loader(loader: Any, mesh: Mesh) -> Any:
     lengths = mesh["control"].gather_objects(sized_len(loader))
     if all(length == lengths[0] for length in lengths):
         return loader if lengths[0] is not None or mesh.world_size == 1 else TogetherLoader(loader, mesh)
-    raise mark_lengths(lengths)
+    raise mark_shared(_different_lengths(lengths))
 
 
-def mark_lengths(lengths: list[int | None]) -> ValueError:
+def _different_lengths(lengths: list[int | None]) -> ValueError:
     by_length: dict[int | None, list[int]] = {}
     for rank, length in enumerate(lengths):
         by_length.setdefault(length, []).append(rank)
     each = "; ".join(
-        f"{'no length' if length is None else f'{length} batches'} on rank(s) {', '.join(map(str, ranks))}"
+        f"{'no length' if length is None else f'{length} batches'} on {name_ranks(ranks)}"
         for length, ranks in by_length.items()
     )
     return ValueError(
@@ -52,6 +54,7 @@ class TogetherLoader:
     def __iter__(self) -> Iterator[Any]:
         missing = object()
         batches = iter(self._loader)
+        count = 0
         while True:
             batch = next(batches, missing)
             have = self._mesh["control"].gather_objects(batch is not missing)
@@ -59,8 +62,12 @@ class TogetherLoader:
                 return
             if not all(have):
                 ended = [rank for rank, has in enumerate(have) if not has]
-                raise ValueError(
-                    f"the data loader of rank(s) {ended} ended while others have more batches; give every data rank the "
-                    f"same number of batches"
+                raise mark_shared(
+                    ValueError(
+                        f"the data loader of {name_ranks(ended)} ended after {count} batches while others have more; "
+                        f"give every data rank the same number of batches, or set limit_train_batches "
+                        f"(limit_val_batches, ...) to at most {count}"
+                    )
                 )
+            count += 1
             yield batch

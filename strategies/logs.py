@@ -62,7 +62,7 @@ class Recorder:
 
     def averaged(self, weights: Tensor) -> list[Logged]:
         """(name, mean over micro-batches by `weights`, options); a Metric stays itself."""
-        out = []
+        out: list[Logged] = []
         for record in self.records.values():
             first = next(iter(record.values.values()))
             if isinstance(first, Metric):
@@ -70,7 +70,8 @@ class Recorder:
                 continue
             index = list(record.values)
             share = weights[index].double()
-            values = torch.stack([torch.as_tensor(v, device=share.device).double().reshape(()) for v in record.values.values()])
+            numbers = [torch.as_tensor(v, device=share.device).double() for v in record.values.values()]
+            values = torch.stack([number.reshape(()) for number in numbers])
             mean = (values * share).sum() / share.sum().clamp(min=1)
             out.append((record.name, mean, record.options))
         return out
@@ -160,7 +161,7 @@ class LogShare:
 
 
 def count_samples_once(module: nn.Module, mesh: Mesh) -> None:
-    """Let every torchmetrics object in `module` gather over the data axis: ranks along tp and pp hold the same state."""
+    """Let every torchmetrics object in `module` gather over the data axis only: along tp and pp it is the same."""
     data = mesh["data"]
     for metric in module.modules():
         if isinstance(metric, Metric) and metric.process_group is None:

@@ -1,11 +1,11 @@
 """One way to say that a name is unknown: what was given, the nearest valid name, and all valid ones.
 
-It is: the wording shared by layouts, plugins and the command line. It is not: any list of names.
+It is: the wording shared by layouts, plugins, the command line and errors of ranks. It is not: any list of names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
 
@@ -29,3 +29,8 @@ def unknown_name(kind: str, given: str, valid: Iterable[str], hint: str | None =
     near = hint or nearest_name(given, names)
     guess = f"; did you mean {near!r}?" if near else "."
     return ValueError(f"unknown {kind} {given!r}{guess} Valid: {', '.join(names) or 'none'}.")
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """ "rank 2" or "ranks 0, 3"."""
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

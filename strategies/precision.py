@@ -141,7 +141,9 @@ class ParallaxPrecision(Precision):
                 "LightningModule.backward is overridden, but Parallax runs backward inside the schedule; remove it"
             )
 
-    def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
+    def optimizer_step(  # type: ignore[override] # as in lightning's own precision plugins
+        self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
         from parallax.plugins.data.base import Clip
 
         result = closure()
@@ -158,7 +160,8 @@ class ParallaxPrecision(Precision):
         from parallax.plugins.data.base import Clip
 
         if clip_val:
-            self._clip = Clip(float(clip_val), getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm) or "norm")
+            algorithm = getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm) or "norm"
+            self._clip = Clip(float(clip_val), algorithm)
 
     def state_dict(self) -> dict[str, Any]:
         return self.scale.state_dict() if self.scale is not None else {}

@@ -1,62 +1,77 @@
 """User mistakes a strategy can see before anything is changed or hangs.
 
-It is: checks on the Trainer, the module and its optimizers. It is not: checks of a layout (`layout.py`) or of
-a model against a layout (the plugins' `check`).
+It is: checks on the module and its optimizers. It is not: checks of a layout (`layout.py`) or of a model against a
+layout (the plugins' `check`), or the way an error comes to all ranks (`agreement.py`).
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import LBFGS, Optimizer
 
+from parallax.strategies.mesh import Mesh
 
-def check(trainer: Any, module: Any, *, training: bool) -> None:
-    """Refuse what Parallax cannot run. The same on every rank.
+
+def check(module: LightningModule, *, training: bool) -> None:
+    """Refuse a module that Parallax cannot train.
 
     Raises:
         ValueError: with the change that fixes it.
     """
-    if not isinstance(module, LightningModule):
-        raise ValueError(_wrong_package(type(module)))
     if not training:
         return
     if not module.automatic_optimization:
         raise ValueError(
-            f"{type(module).__name__} uses manual optimization (automatic_optimization=False); Parallax runs backward and "
-            f"the optimizer step itself, so set automatic_optimization=True and return the loss from training_step"
+            f"{type(module).__name__} uses manual optimization (automatic_optimization=False); Parallax runs backward "
+            f"and the optimizer step itself, so set automatic_optimization=True and return the loss from training_step"
         )
-    if not is_overridden("configure_optimizers", module):
-        raise ValueError(f"{type(module).__name__} has no configure_optimizers; return one optimizer from it")
     if is_overridden("backward", module):
         raise ValueError(
             f"{type(module).__name__}.backward is overridden, but Parallax runs backward inside the pipeline schedule; "
             f"remove it and put what it changes into the loss"
         )
-    if is_overridden("configure_gradient_clipping", module) and trainer.gradient_clip_val is None:
-        return
 
 
-def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
+@contextmanager
+def explained(module: LightningModule, mesh: Mesh) -> Iterator[None]:
+    """Around `configure_optimizers`: what Lightning and torch say there does not fit or does not help here.
+
+    Raises:
+        ValueError: several optimizers; an optimizer without parameters on this pipeline stage.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "multiple optimizers" in str(error):  # its advice is manual optimization
+            raise _several(module, "several") from None
+        raise
+    except ValueError as error:
+        if mesh.size("pp") > 1 and "empty parameter list" in str(error):
+            raise ValueError(
+                f"{type(module).__name__}.configure_optimizers gives the optimizer no parameter of pipeline stage "
+                f"{mesh.index('pp')}, where other layers live; let it train at least one parameter of each of the "
+                f"{mesh.size('pp')} stages, or use pipeline_parallel_size=1"
+            ) from None
+        raise
+
+
+def check_optimizers(module: LightningModule, optimizers: Sequence[Optimizer]) -> None:
     """Exactly one optimizer, of a kind whose step is one update from one gradient."""
     if len(optimizers) != 1:
-        raise ValueError(
-            f"configure_optimizers returned {len(optimizers)} optimizers; Parallax trains with exactly one. Give one "
-            f"optimizer several parameter groups instead"
-        )
+        raise _several(module, str(len(optimizers) or "no"))
     if isinstance(optimizers[0], LBFGS):
-        raise ValueError("LBFGS evaluates the loss several times a step, which Parallax does not support; use AdamW or SGD")
-
-
-def _wrong_package(kind: type) -> str:
-    other = any(base.__module__.startswith("pytorch_lightning") for base in kind.__mro__)
-    if other or "pytorch_lightning" in sys.modules:
-        return (
-            f"{kind.__name__} comes from the package pytorch_lightning, whose classes and registry are separate; Parallax "
-            f"works with the package lightning: use `import lightning.pytorch as pl`"
+        raise ValueError(
+            f"{type(module).__name__}.configure_optimizers returned LBFGS, which evaluates the loss several times a "
+            f"step; Parallax does not support that, use AdamW or SGD"
         )
-    return f"{kind.__name__} is not a LightningModule"
+
+
+def _several(module: LightningModule, count: str) -> ValueError:
+    return ValueError(
+        f"{type(module).__name__}.configure_optimizers returned {count} optimizers; Parallax trains with exactly one. "
+        f"Give one optimizer several parameter groups instead, e.g. AdamW([{{'params': ..., 'lr': ...}}, ...])"
+    )

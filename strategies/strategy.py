@@ -7,19 +7,20 @@ where parallelism is applied (`assemble.py`) or where a step runs (`engine.py`).
 from __future__ import annotations
 
 import atexit
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.distributed import ReduceOp
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from parallax.plugins import registry
@@ -30,12 +31,14 @@ from parallax.plugins.launch import (
     choose_environment,
     init_distributed,
     local_world_size,
-    raise_together,
+    mark_shared,
     same_on_every_rank,
 )
 from parallax.plugins.launch.detect import mpi_launch
 from parallax.plugins.launch.rank_zero import set_printing_rank
+from parallax.plugins.launch.script_launcher import ScriptLauncher
 from parallax.strategies import checkpoint, refusals
+from parallax.strategies.agreement import Agreement
 from parallax.strategies.announce import announce
 from parallax.strategies.assemble import agree_on_weights, make_plugins, owned_lookup, shard_lookup
 from parallax.strategies.deferred import Recording, deferred_init
@@ -45,6 +48,7 @@ from parallax.strategies.loaders import process_loader
 from parallax.strategies.logs import count_samples_once
 from parallax.strategies.materialize import materialize
 from parallax.strategies.mesh import Mesh
+from parallax.strategies.other_lightning import hint
 from parallax.strategies.precision import ParallaxPrecision
 
 
@@ -82,6 +86,9 @@ class ParallaxStrategy(ParallelStrategy):
         checkpoint_io: Any = None,
         **layout_options: Any,
     ) -> None:
+        with same_on_every_rank():
+            self.requested_layout = Layout.from_any(layout, **layout_options)
+            precision_plugin = ParallaxPrecision(precision) if precision is not None else None
         if cluster_environment is None and mpi_launch() is not None:
             cluster_environment = choose_environment()  # Lightning would take mpirun inside Slurm for srun
         super().__init__(
@@ -89,19 +96,23 @@ class ParallaxStrategy(ParallelStrategy):
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
             checkpoint_io=checkpoint_io,
-            precision_plugin=ParallaxPrecision(precision) if precision is not None else None,
+            precision_plugin=precision_plugin,
         )
-        with same_on_every_rank():
-            self.requested_layout = Layout.from_any(layout, **layout_options)
         self.num_nodes = 1
         self._plans: dict[str, Mapping[str, Any] | None] = {"tp": tp_plan, "pp": pp_plan}
         self._timeout, self._backend = timeout, process_group_backend
         self._connection: Connection | None = None
         self._mesh: Mesh | None = None
+        self._agreement: Agreement | None = None
+        self._agreed: set[str] = set()
         self._engine: Engine | None = None
         self._recording: Recording | None = None
         self._plugins: list[ParallelPlugin] = []
         self.last_step: StepResult | None = None
+
+    def __repr__(self) -> str:
+        """Says whose strategy it is: the Trainer of another package, which refuses it, prints this."""
+        return f"<ParallaxStrategy {str(self.requested_layout)!r}, a strategy of lightning.pytorch.Trainer{hint()}>"
 
     # What Lightning asks about the processes
 
@@ -147,7 +158,8 @@ class ParallaxStrategy(ParallelStrategy):
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
-        self._precision_plugin = None if plugin is None else ParallaxPrecision.from_lightning(plugin)
+        with same_on_every_rank():
+            self._precision_plugin = None if plugin is None else ParallaxPrecision.from_lightning(plugin)
 
     @property
     def mesh(self) -> Mesh:
@@ -172,7 +184,7 @@ class ParallaxStrategy(ParallelStrategy):
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         self._set_world_ranks()
-        self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+        self._launcher = ScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def _set_world_ranks(self) -> None:
         assert self.cluster_environment is not None
@@ -200,6 +212,16 @@ class ParallaxStrategy(ParallelStrategy):
         atexit.register(self._leave)
         self._plugins = plugins
         self._mesh = Mesh.build(layout, self.global_rank, timeout=self._timeout)
+        nonce = self._mesh["control"].broadcast_object(uuid4().hex)
+        self._agreement = Agreement(self.global_rank, self.world_size, nonce, self._timeout)
+
+    def _together(self, what: str, *, always: bool = False) -> AbstractContextManager[None]:
+        """Around what ranks do alike: an error of some is one of all, in the first round and when all have met it."""
+        assert self._agreement is not None
+        if always or what not in self._agreed:
+            self._agreed.add(what)
+            return self._agreement.together(what)
+        return self._agreement.if_all(what)
 
     # Model
 
@@ -221,24 +243,26 @@ class ParallaxStrategy(ParallelStrategy):
         training = trainer.state.fn == TrainerFn.FITTING
         self._precision.device_type = self.root_device.type
         self._precision.engine = lambda: self
-        error: Exception | None = None
-        try:
-            refusals.check(trainer, self.lightning_module, training=training)
+        with self._together("the checks of the model", always=True):
+            refusals.check(self.lightning_module, training=training)
             if self._needs_assembly():
                 for plugin in self._plugins:
                     plugin.check(self.mesh.layout, self.lightning_module)
-        except ValueError as refused:
-            error = refused
-        raise_together(error, self.mesh["control"])
         if self._needs_assembly():
             self._assemble(self.lightning_module)
         if training:
-            self.setup_optimizers(trainer)
-            refusals.check_optimizers(self.optimizers)
+            with (
+                self._together("configure_optimizers", always=True),
+                refusals.explained(self.lightning_module, self.mesh),
+            ):
+                self.setup_optimizers(trainer)
+                refusals.check_optimizers(self.lightning_module, self.optimizers)
         if training or self._engine is None:
             if self._engine is not None:
                 self._engine.data.teardown()
-            self._engine = self._make_engine(self.lightning_module, training=training)
+            with self._together("the set-up of the data engine", always=True):
+                self._engine = self._make_engine(self.lightning_module, training=training)
+            self._agreed.clear()
             count_samples_once(self.lightning_module, self.mesh)
             announce(self.mesh, self._plugins, self.lightning_module)
 
@@ -261,19 +285,20 @@ class ParallaxStrategy(ParallelStrategy):
         mesh, layout = self.mesh, self.mesh.layout
         if self._recording is not None:
             self._recording.capture(module)
-        agree_on_weights(module, mesh)
+        seed = mesh["control"].broadcast_object(torch.initial_seed())
+        with self._together("the comparison of the ranks' models", always=True):
+            agree_on_weights(module, mesh)
         if self._engine is not None:
             self._plugins = make_plugins(layout, self._plans)
-        for plugin in self._plugins:
-            plugin.apply(module, mesh=mesh, layout=layout)
-        if self._recording is not None:
-            seed = mesh["control"].broadcast_object(torch.initial_seed())
-            materialize(module, self._recording, shard_of=self.shard_of, seed=seed, device=self.root_device)
-            self._recording = None
-        self._precision.convert_module(module)
-        self.model_to_device()
+        with self._together("the assembly of the model", always=True):
+            for plugin in self._plugins:
+                plugin.apply(module, mesh=mesh, layout=layout)
+            if self._recording is not None:
+                materialize(module, self._recording, shard_of=self.shard_of, seed=seed, device=self.root_device)
+                self._recording = None
+            self._precision.convert_module(module)
+            self.model_to_device()
         # Dropout and the like: the same on ranks that hold the same samples, different on others.
-        seed = mesh["control"].broadcast_object(torch.initial_seed())
         torch.manual_seed(seed + mesh.index("data") + mesh.size("data") * mesh.index("pp"))
 
     def _make_engine(self, module: nn.Module, *, training: bool) -> Engine:
@@ -305,29 +330,40 @@ class ParallaxStrategy(ParallelStrategy):
     # Steps
 
     def training_step(self, batch: Any, *rest: Any) -> Any:
-        trainer = self._module.trainer
         assert self.lightning_module is not None
-        return self.engine.train_step(
-            self.lightning_module.training_step, batch, rest, accumulate=trainer.accumulate_grad_batches
-        )
+        trainer = self.lightning_module.trainer
+        with self._together("training_step"):
+            return self.engine.train_step(
+                self.lightning_module.training_step, batch, rest, accumulate=trainer.accumulate_grad_batches
+            )
 
     def validation_step(self, batch: Any, *rest: Any) -> Any:
         assert self.lightning_module is not None
-        return self.engine.eval_step(self.lightning_module.validation_step, batch, rest)
+        return self._evaluate(self.lightning_module.validation_step, batch, rest)
 
     def test_step(self, batch: Any, *rest: Any) -> Any:
         assert self.lightning_module is not None
-        return self.engine.eval_step(self.lightning_module.test_step, batch, rest)
+        return self._evaluate(self.lightning_module.test_step, batch, rest)
 
     def predict_step(self, batch: Any, *rest: Any) -> Any:
         assert self.lightning_module is not None
-        return self.engine.eval_step(self.lightning_module.predict_step, batch, rest)
+        return self._evaluate(self.lightning_module.predict_step, batch, rest)
+
+    def _evaluate(self, fn: Callable[..., Any], batch: Any, rest: Sequence[Any]) -> Any:
+        name = fn.__name__
+        first = name not in self._agreed
+        with self._together(name):
+            if first:
+                self.engine._require_same_batch(batch)
+            return self.engine.eval_step(fn, batch, rest)
 
     def finish_gradients(self) -> None:
-        self.engine.finish_gradients()
+        with self._together("the reduction of gradients"):
+            self.engine.finish_gradients()
 
     def step(self, clip: Any) -> None:
-        self.last_step = self.engine.step(clip)
+        with self._together("the optimizer step"):
+            self.last_step = self.engine.step(clip)
 
     # Collectives Lightning and the user's module ask for
 
@@ -350,7 +386,7 @@ class ParallaxStrategy(ParallelStrategy):
         data.all_reduce(total, op=getattr(torch.distributed.ReduceOp, str(operation).upper()))
         return total
 
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002 - Lightning's name
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         votes = self.mesh["control"].gather_objects(bool(decision))
         return min(votes) if all else max(votes)
 
@@ -398,6 +434,11 @@ class ParallaxStrategy(ParallelStrategy):
             checkpoint.remove(Path(filepath))
 
     # End
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Lightning's own refusals come before the ranks can talk, and on all of them: print them once."""
+        if isinstance(exception, MisconfigurationException) and self._mesh is None:
+            mark_shared(exception)
 
     def teardown(self) -> None:
         """After one fit, validate, test or predict. Model, engine and processes stay for the next one."""

@@ -6,6 +6,8 @@ environment. It is not: a start of MPI or of a process group; nothing here commu
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Collection
 from functools import wraps
 from typing import Any
@@ -14,7 +16,7 @@ from lightning.fabric.plugins.environments.cluster_environment import ClusterEnv
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 
 from parallax.plugins.launch.choose import choose_environment
-from parallax.plugins.launch.detect import launched_rank
+from parallax.plugins.launch.detect import launched_rank, mpi_launch
 from parallax.plugins.launch.errors import install_excepthook
 from parallax.plugins.launch.rank_zero import set_printing_rank
 
@@ -31,7 +33,24 @@ def prepare_process(strategies: Collection[str]) -> None:
     if place is not None:
         set_printing_rank(place[0])  # Lightning does not know mpirun's variables: every rank would be "zero"
     install_excepthook()
+    if mpi_launch() is not None:
+        widen_terminal()
     use_own_environment(strategies)
+
+
+def widen_terminal(columns: int = 110) -> None:
+    """Give a terminal that claims to be 0 columns wide some width.
+
+    Open MPI connects the output of each rank to such a terminal, and progress bars cut their lines to nothing there.
+    """
+    if not sys.stdout.isatty() or os.get_terminal_size(sys.stdout.fileno()).columns:
+        return
+    import fcntl
+    import struct
+    import termios
+
+    size = struct.pack("HHHH", 24, int(os.environ.get("COLUMNS", columns)), 0, 0)
+    fcntl.ioctl(sys.stdout.fileno(), termios.TIOCSWINSZ, size)
 
 
 def use_own_environment(strategies: Collection[str]) -> None:

@@ -3,11 +3,16 @@
 It is: the loop over actions, and what one forward and one backward of a stage are. It is not: the
 schedule, the transfers' details, or the optimizer step. One stage (no pipeline) is the same loop with nothing to
 send, so micro-batches work alike with and without a pipeline.
+
+Stages wait for each other, so an error on one must not end its list: the stage computes no more, but still receives
+and sends what its neighbours count on, up to the end; then it raises. In the first run of a kind (training, evaluation)
+the stages compare notes there, and a user mistake that shows on one of them is raised on all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -16,8 +21,9 @@ from torch import Tensor
 
 from parallax.plugins.pipeline.schedules import Action
 from parallax.plugins.pipeline.stage import StageOutput, StageState
-from parallax.plugins.pipeline.transfer import Incoming, Transfer
-from parallax.strategies.comm import Ledger
+from parallax.plugins.pipeline.transfer import Incoming, StageFailed, Transfer
+from parallax.strategies.agreement import is_refusal, text_of
+from parallax.strategies.comm import CommError, Ledger
 
 
 class Runner(Protocol):
@@ -69,6 +75,8 @@ class Executor:
     ) -> None:
         self._runner, self._ledger = runner, ledger
         self._state, self._transfer = state, transfer
+        self._failure: Exception | None = None
+        self._compared: set[bool] = set()
 
     def run(
         self,
@@ -89,7 +97,12 @@ class Executor:
 
         Returns:
             Outputs of the user's step by micro-batch, on the last stage; empty elsewhere.
+
+        Raises:
+            Whatever the step raised on this stage; ValueError: a mistake seen on another stage in the first run;
+            CommError: another stage has failed or gone.
         """
+        self._failure = None
         flying: dict[int, _InFlight] = {}
         outputs: dict[int, Any] = {}
         early: dict[Action, Incoming] = {}
@@ -101,10 +114,11 @@ class Executor:
                     incoming = early.pop(action, None) or self._expect(action, keys, flying)
                     self._post_early(following, keys, flying, early)
                     flying[i], output = self._forward(i, step, keys[i], incoming, keep=loss_of is not None)
-                    if self._state is None or self._state.is_last:
+                    if self._failure is None and (self._state is None or self._state.is_last):
                         outputs[i] = output
                         if loss_of is not None:
-                            flying[i].loss = loss_of(i, output)
+                            with self._holding():
+                                flying[i].loss = loss_of(i, output)
             else:
                 with self._ledger.during("backward", self._note(note, "backward", i)):
                     incoming = early.pop(action, None) or self._expect(action, keys, flying)
@@ -112,7 +126,42 @@ class Executor:
                     self._backward(flying.pop(i), incoming)
         if self._transfer is not None:
             self._transfer.drain()
+            self._compare(self._transfer, training=loss_of is not None)
         return outputs
+
+    @contextmanager
+    def _holding(self) -> Iterator[None]:
+        """Keep an error for the end of the list, unless no stage waits for this one or contact is lost anyway."""
+        try:
+            yield
+        except CommError:
+            raise
+        except Exception as error:
+            if self._transfer is None:
+                raise
+            self._failure = self._failure or error
+
+    def _compare(self, transfer: Transfer, *, training: bool) -> None:
+        """Raise this stage's failure; in the first run of a kind (collective) also what another stage has met."""
+        mine = self._failure
+        if training in self._compared:
+            if isinstance(mine, StageFailed):
+                raise CommError(str(mine)) from mine
+            if mine is not None:
+                raise mine
+            return
+        self._compared.add(training)
+        met = None if mine is None or isinstance(mine, StageFailed) else (text_of(mine), is_refusal(mine))
+        failed = {stage: found for stage, found in enumerate(transfer.forward.gather_objects(met)) if found is not None}
+        if not failed:
+            return
+        stage, (text, refusal) = next(iter(failed.items()))
+        if met is not None and (not refusal or met == (text, refusal)):
+            assert mine is not None
+            raise mine
+        if refusal:
+            raise ValueError(text) from mine
+        raise CommError(f"pipeline stage {stage} (rank {transfer.forward.ranks[stage]}) failed: {text}")
 
     def _note(self, note: str, kind: str, microbatch: int) -> str:
         stage = self._transfer.forward.index if self._transfer else 0
@@ -124,7 +173,8 @@ class Executor:
         if state is None or transfer is None:
             return None
         if action.kind == "F" and not state.is_first:
-            transfer.describe(keys[action.microbatch])
+            with self._holding():
+                transfer.describe(keys[action.microbatch])
             return transfer.expect_activation(keys[action.microbatch])
         if action.kind == "B" and not state.is_last:
             return transfer.expect_gradients(flying[action.microbatch].outputs)
@@ -160,38 +210,53 @@ class Executor:
         if incoming is not None:
             kept.received = incoming.wait()
             value, kept.leaves = transfer.activation(key, kept.received)
-        state.begin(value)
-        try:
-            reached_end, output = self._runner.forward(_catch, step, index)
-        finally:
-            state.end()
-        if reached_end != state.is_last:
-            raise ValueError(
-                f"the step returned on stage {transfer.forward.index} without running all of the stage's layers; "
-                f"training_step, validation_step and the like must call the whole model on every batch"
-            )
+        output, sent = None, None
+        if self._failure is None:
+            with self._holding():
+                output = self._run_stage(index, step, value)
+                sent = None if state.is_last else transfer.send_activation(key, output)
         if not state.is_last:
-            tensors = transfer.send_activation(key, output)
-            kept.outputs = [t for t in tensors if t.requires_grad]
+            sent = transfer.send_nothing(key) if sent is None else sent
+            kept.outputs = [t for t in sent if t.requires_grad]
             output = None
         if not keep:
             self._release(kept)
         return kept, output
 
+    def _run_stage(self, index: int, step: Callable[[int], Any], received: Any) -> Any:
+        """The user's step up to this stage's end; `received` is what the stage before has sent."""
+        assert self._state is not None and self._transfer is not None
+        self._state.begin(received)
+        try:
+            reached_end, output = self._runner.forward(_catch, step, index)
+        finally:
+            self._state.end()
+        if reached_end != self._state.is_last:
+            raise ValueError(
+                f"the step returned on stage {self._transfer.forward.index} without running all of the stage's layers; "
+                f"training_step, validation_step and the like must call the whole model on every batch"
+            )
+        return output
+
     def _backward(self, kept: _InFlight, incoming: Incoming | None) -> None:
+        grads = incoming.wait() if incoming is not None and kept.outputs else []
+        with self._holding():
+            if self._failure is None:
+                self._run_backward(kept, grads)
+        if self._transfer is not None and kept.leaves:
+            self._transfer.send_gradients(kept.leaves)
+        self._release(kept)
+
+    def _run_backward(self, kept: _InFlight, grads: list[Tensor]) -> None:
         if kept.loss is not None:
             self._runner.backward(kept.loss)
-        elif incoming is not None and kept.outputs:
-            grads = incoming.wait()
+        elif grads:
             self._runner.backward(_Seed.apply(len(grads), *kept.outputs, *grads))
             # A stage that passes its input on makes autograd return the very buffer that was received.
             passed_on = {leaf.grad.data_ptr() for leaf in kept.leaves if leaf.grad is not None}
             for grad in grads:
                 if self._transfer is not None and grad.data_ptr() not in passed_on:
                     self._transfer.buffers.give(grad)
-        if self._transfer is not None and kept.leaves:
-            self._transfer.send_gradients(kept.leaves)
-        self._release(kept)
 
     def _release(self, kept: _InFlight) -> None:
         if self._transfer is not None:

@@ -17,6 +17,8 @@ from typing import Any
 
 from torch import nn
 
+from parallax.strategies.names import nearest_name
+
 LAYER_LISTS = (nn.ModuleList, nn.Sequential)
 
 
@@ -60,7 +62,8 @@ def find_structure(model: nn.Module, plan: Mapping[str, Any] | None = None) -> S
     order = list(modules)
     at = order.index(layers)
     listed = {name: named.index(name) < named.index(layers) for name in named}
-    before, after = [], []
+    before: list[str] = []
+    after: list[str] = []
     for i, (name, module) in enumerate(modules.items()):
         if name == layers or name.startswith(layers + ".") or not _owns_parameters(module):
             continue
@@ -84,7 +87,9 @@ def _expand(model: nn.Module, plan: Mapping[str, Any], prefix: str) -> list[str]
     names = [join(prefix, name) for name in plan]
     unknown = [name for name in names if name not in modules]
     if unknown:
-        raise ValueError(f"pp_plan names {unknown}, which {type(model).__name__} does not have")
+        near = nearest_name(unknown[0], filter(None, modules))
+        guess = f"; did you mean {near!r}?" if near else ""
+        raise ValueError(f"pp_plan names {unknown}, which {type(model).__name__} does not have{guess}")
     return names
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from parallax.strategies.tree import tensors_of
 
 
-class StageOutput(BaseException):  # noqa: N818 - not an error: it carries a result past `except Exception`
+class StageOutput(BaseException):
     """Unwinds the user's step after the last layer of a stage that is not the last one."""
 
     def __init__(self, value: Any) -> None:
@@ -66,7 +66,7 @@ def gate(layer: nn.Module, state: StageState) -> None:
     cls = type(layer)
 
     def gated_call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        output = super(gated, self).__call__(*args, **kwargs)
+        output = cls.__call__(self, *args, **kwargs)
         if state.running and not state.is_last:
             raise StageOutput(output)
         return output
@@ -133,8 +133,9 @@ class ForeignBefore(Foreign):
         if self.state.in_layers:
             raise ValueError(
                 f"{self.fqn!r} is registered before the layers, so it was put on the first pipeline stage, but the "
-                f"model also uses it after them. Name it after the layers in pp_plan, for example "
-                f"pp_plan = {{..., 'layers': ..., {self.fqn!r}: ...}}"
+                f"model uses it after them. Name it after the layers in pp_plan, for example pp_plan = "
+                f"{{..., 'layers': ..., {self.fqn!r}: ...}}; if it is used on both sides, make two modules of it or "
+                f"use pipeline_parallel_size=1"
             )
         return self.value(*args, **kwargs)
 
@@ -166,5 +167,6 @@ class ForeignAfter(Foreign):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise ValueError(
             f"{self.fqn!r} lives on a later pipeline stage but was called before this stage's last layer. If it runs "
-            f"before the layers, name it before them in pp_plan, for example pp_plan = {{{self.fqn!r}: ..., 'layers': ...}}"
+            f"before the layers, name it before them in pp_plan, for example pp_plan = {{{self.fqn!r}: ..., 'layers': "
+            f"...}}; if it is used on both sides, make two modules of it or use pipeline_parallel_size=1"
         )

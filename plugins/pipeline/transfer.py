@@ -41,6 +41,10 @@ class Description:
         return [i for i, (_, _, grad) in enumerate(self.tensors) if grad]
 
 
+class StageFailed(Exception):
+    """The stage before this one has met an error and sends no more activations; it says itself which."""
+
+
 class Buffers:
     """Receive buffers by shape and dtype; a buffer comes back when its micro-batch is done with it."""
 
@@ -93,16 +97,31 @@ class Transfer:
         description, tensors = Description.of(value)
         told = self._told_next.get(key)
         if told is None:
+            box = _encode(description, self._device)
             self._told_next[key] = description
-            self._post(self.forward, _encode(description, self._device), self.forward.index + 1)
+            self._post(self.forward, box, self.forward.index + 1)
         elif told.tensors != description.tensors:
             raise ValueError(
-                f"stage {self.forward.index} sent activations {told.tensors} and now {description.tensors} for inputs of "
-                f"the same shapes; a pipeline needs activation shapes to depend on input shapes only"
+                f"stage {self.forward.index} sent activations {told.tensors} and now {description.tensors} for inputs "
+                f"of the same shapes; a pipeline needs activation shapes to depend on input shapes only"
             )
         for tensor in tensors:
             self._post(self.forward, tensor.detach().contiguous(), self.forward.index + 1)
         return tensors
+
+    def send_nothing(self, key: Hashable) -> list[Tensor]:
+        """Keep the next stage from waiting for an output that this stage, having failed, cannot compute.
+
+        Zeros where it knows the shapes, else word of the failure (see `describe`). Returns what was sent.
+        """
+        told = self._told_next.get(key)
+        if told is None:
+            self._post(self.forward, _encode(None, self._device), self.forward.index + 1)
+            return []
+        zeros = [torch.zeros(s, dtype=d, device=self._device, requires_grad=grad) for s, d, grad in told.tensors]
+        for tensor in zeros:
+            self._post(self.forward, tensor.detach(), self.forward.index + 1)
+        return zeros
 
     def expect_activation(self, key: Hashable) -> Incoming | None:
         """Post the receives of one micro-batch; None when the description has yet to come (see `describe`)."""
@@ -114,11 +133,18 @@ class Transfer:
         return Incoming(tensors, [self.forward.irecv(t, peer) for t in tensors])
 
     def describe(self, key: Hashable) -> None:
-        """Receive the description for inputs `key` (the first time they are seen)."""
+        """Receive the description for inputs `key` (the first time they are seen).
+
+        Raises:
+            StageFailed: the previous stage has failed and sends no activations for `key`.
+        """
         if key not in self._from_previous:
             box = torch.empty(DESCRIPTION_BYTES, dtype=torch.uint8, device=self._device)
             self.forward.irecv(box, self.forward.index - 1).wait()
-            self._from_previous[key] = _decode(box)
+            description = _decode(box)
+            if description is None:
+                raise StageFailed(f"pipeline stage {self.forward.index - 1}, before this one, has failed")
+            self._from_previous[key] = description
 
     def activation(self, key: Hashable, tensors: list[Tensor]) -> tuple[Any, list[Tensor]]:
         """The received value in its structure, and the leaves whose gradients go back."""
@@ -155,7 +181,7 @@ class Transfer:
         self._sending.clear()
 
 
-def _encode(description: Description, device: torch.device) -> Tensor:
+def _encode(description: Description | None, device: torch.device) -> Tensor:
     raw = pickle.dumps(description)
     if len(raw) + 8 > DESCRIPTION_BYTES:
         raise ValueError(f"an activation description takes {len(raw)} bytes; at most {DESCRIPTION_BYTES - 8} are sent")
@@ -165,9 +191,9 @@ def _encode(description: Description, device: torch.device) -> Tensor:
     return box.to(device)
 
 
-def _decode(box: Tensor) -> Description:
+def _decode(box: Tensor) -> Description | None:
     data = bytes(box.cpu().numpy().tobytes())
     size = int.from_bytes(data[:8], "little")
     value = pickle.loads(data[8 : 8 + size])
-    assert isinstance(value, Description)
+    assert value is None or isinstance(value, Description)
     return value

@@ -1,7 +1,8 @@
 """One-time checks that the ranks of the axis agree on what must be the same on all of them.
 
 It is: the detection of uncut parameters that work on cut activations without the plan saying so (their gradients are
-partial and the copies drift apart), and of ranks with different random numbers. It is not: a check of every step: each runs once, and adds no bytes to any later step.
+partial and the copies drift apart), and of ranks with different random numbers. It is not: a check of every step: it
+runs once, and adds no bytes to any later step.
 """
 
 from __future__ import annotations

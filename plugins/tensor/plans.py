@@ -26,8 +26,8 @@ from parallax.plugins.tensor.shards import is_embedding
 from parallax.plugins.tensor.styles import Style, is_expert_word, parse_style
 
 HOW_TO = (
-    "give it one: a `tp_plan` attribute on the module or TensorParallel(plan={...}), e.g. "
-    'self.tp_plan = {"layers.*.attn.q": "colwise", "layers.*.attn.out": "rowwise"}'
+    "give it one: a `tp_plan` attribute on the module or ParallaxStrategy(tp_plan={...}), e.g. "
+    'self.tp_plan = {"layers.*.attn.q": "colwise", "layers.*.attn.out": "rowwise"}, or use tensor_parallel_size=1'
 )
 
 
@@ -92,7 +92,7 @@ def collect_rules(model: nn.Module, plan: Mapping[str, str] | None = None) -> li
     Raises:
         ValueError: there is no plan at all, or a Hugging Face model has none for its layers.
     """
-    rules = [Rule(p, s, "the plan given to TensorParallel", True) for p, s in (plan or {}).items()]
+    rules = [Rule(p, s, "the tp_plan given to the strategy", True) for p, s in (plan or {}).items()]
     base = hf_type()
     for fqn, module in model.named_modules():
         carried = getattr(module, "tp_plan", None)

@@ -16,7 +16,6 @@ backward 2L + 1 all-reduces of b s h (attention, MLP, head).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn

@@ -16,6 +16,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from parallax.plugins.launch import prepare_process
 from parallax.strategies.layout import Layout
 from parallax.strategies.mesh import Mesh
+from parallax.strategies.other_lightning import explain_to_other_lightning
 from parallax.strategies.strategy import ParallaxStrategy
 
 __version__ = "0.1.0"
@@ -37,3 +38,4 @@ def register_strategies(**options: Any) -> None:
 
 register_strategies()
 prepare_process(STRATEGY_NAMES)
+explain_to_other_lightning(STRATEGY_NAMES)

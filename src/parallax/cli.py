@@ -17,7 +17,8 @@ from importlib.metadata import version
 from rich.console import Console
 from rich.table import Table
 
-from parallax.cli_run import run_module, run_script
+from parallax.cli_run import run_module, run_script, use_layout
+from parallax.plugins.launch.mpirun import main as mpirun
 from parallax.plugins.registry import GROUPS, available
 from parallax.strategies.layout import Layout
 from parallax.strategies.names import nearest_name
@@ -27,6 +28,10 @@ EPILOG = """\
 to run a script that uses strategy="parallax_4d" without importing parallax:
   python -m parallax train.py [arguments of train.py]
   python -m parallax -m package.train [arguments of package.train]
+under mpirun, with the flags it needs here:
+  python -m parallax run -n 8 train.py [arguments of train.py]
+and with a layout for Trainer(strategy="parallax_4d"):
+  python -m parallax --layout "tp2 zero1" train.py [arguments of train.py]
 """
 
 
@@ -34,7 +39,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command `argv` (default: the process's arguments) and return its exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser, commands = _parser()
+    layout, arguments = _take_layout(parser, arguments)
     first = arguments[0] if arguments else ""
+    if layout is not None:
+        if not first or first in commands or (first.startswith("-") and first != "-m"):
+            parser.error("--layout is for a script or module: parallax --layout LAYOUT script.py ...")
+        use_layout(layout)
+    if first == "run":
+        return mpirun(arguments[1:])
     if first == "-m":
         if len(arguments) < 2:
             parser.error("-m needs the name of a module to run")
@@ -57,7 +69,7 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     """The parser and the names of its subcommands."""
     parser = argparse.ArgumentParser(
         prog="parallax",
-        usage="parallax [-h] [--version] {plugins,layout} ... | script.py ... | -m module ...",
+        usage="parallax [-h] [--version] {plugins,layout,run} ... | [--layout L] {script.py,-m module} ...",
         description="Every form of parallelism for a plain LightningModule.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -70,11 +82,24 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     plugins.add_argument("--json", action="store_true", help="print JSON instead of a table")
     plugins.set_defaults(command=show_plugins)
 
+    commands.add_parser("run", help="start a script under mpirun: run -n 8 train.py ...", add_help=False)
+
     layout = commands.add_parser("layout", help="check a layout and show which rank sits where")
     layout.add_argument("layout", nargs="*", help='e.g. "tp2 pp2 zero1", or a YAML file')
     layout.add_argument("--world", type=int, metavar="N", help="number of ranks (default: the fewest that fit)")
     layout.set_defaults(command=show_layout)
     return parser, list(commands.choices)
+
+
+def _take_layout(parser: argparse.ArgumentParser, arguments: list[str]) -> tuple[str | None, list[str]]:
+    """(the value of a leading --layout, the other arguments); what follows a script's name is the script's."""
+    if not arguments or arguments[0].partition("=")[0] != "--layout":
+        return None, arguments
+    if "=" in arguments[0]:
+        return arguments[0].partition("=")[2], arguments[1:]
+    if len(arguments) < 2:
+        parser.error('--layout needs a value, e.g. "tp2 pp2 zero1" or a YAML file')
+    return arguments[1], arguments[2:]
 
 
 def _no_such(name: str, commands: Sequence[str]) -> str:

@@ -16,6 +16,16 @@ from importlib.machinery import SourceFileLoader
 from types import ModuleType
 
 
+def use_layout(layout: str) -> None:
+    """Give `Trainer(strategy="parallax_4d")` this layout: a string or the path of a YAML file.
+
+    A layout that is impossible is refused where the script makes its Trainer, on all ranks at once.
+    """
+    from parallax import register_strategies
+
+    register_strategies(layout=layout)
+
+
 def run_module(name: str, arguments: Sequence[str]) -> None:
     """Run module `name` as `python -m name arguments...` does."""
     sys.argv = [name, *arguments]  # runpy puts the file's path in place of the name

@@ -42,7 +42,7 @@ def mpirun(n: int, job: str, folder: Path) -> Ended:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env=_clean(),
+        env=clean_environment(),
         start_new_session=True,
     )
     try:
@@ -58,7 +58,7 @@ def mpirun(n: int, job: str, folder: Path) -> Ended:
     return Ended(process.returncode, output, time.time())
 
 
-def _clean() -> dict[str, str]:
+def clean_environment() -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMI", "SLURM_"))}
 
 

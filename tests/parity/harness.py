@@ -135,7 +135,9 @@ def train_rank(
     return watch.run, shards, plugin.scale.value if plugin.scale is not None else None
 
 
-def whole(parts: list[tuple[dict[str, Tensor], dict[str, ParamShard | None]]], like: dict[str, Tensor]) -> dict[str, Tensor]:
+def whole(
+    parts: list[tuple[dict[str, Tensor], dict[str, ParamShard | None]]], like: dict[str, Tensor]
+) -> dict[str, Tensor]:
     """Put the ranks' tensors together under the reference's names; replicas must agree, nothing may be missing.
 
     `parts`: (local tensors, shards) by rank, names prefixed "model.".

@@ -1,7 +1,7 @@
 """Lower precision: a parallel run is as close to fp32 as one process in the same precision is.
 
-The bound is stated in the precision's own terms: let e be the distance of the one-process run in that precision from the
-one-process fp32 run. The parallel run, whose sums are rounded in another order, must lie within 2 e of fp32. In a
+The bound is stated in the precision's own terms: let e be the distance of the one-process run in that precision from
+the one-process fp32 run. The parallel run, whose sums are rounded in another order, must lie within 2 e of fp32. In a
 wrong run (a loss scaled twice, a gradient missing) the distance is of order one, not of order e.
 """
 

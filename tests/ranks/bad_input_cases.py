@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -47,13 +48,14 @@ class Case:
 
     Attributes:
         layout: of the strategy.
-        module, loader: what is given to `Trainer.fit`; `loader` is made on each rank.
+        module, loader, validation: what is given to `Trainer.fit`; loaders are made on each rank.
         strategy, trainer: further arguments.
     """
 
     layout: str = ""
     module: Callable[[], Any] = Lit
     loader: Callable[[int], Any] = lambda rank: batches()
+    validation: Callable[[int], Any] | None = None
     strategy: Mapping[str, Any] = field(default_factory=dict)
     trainer: Mapping[str, Any] = field(default_factory=dict)
 
@@ -89,6 +91,13 @@ class LitLlama(Lit):
 
     def training_step(self, batch: Any, index: int) -> Any:
         return self.model(input_ids=batch["ids"], labels=batch["labels"]).loss
+
+
+class Different(Lit):
+    """Built with a depth that depends on the rank."""
+
+    def __init__(self) -> None:
+        super().__init__(Plain(depth=2 if int(rank_zero_only.rank) == 2 else 1))
 
 
 class Manual(Lit):
@@ -139,6 +148,29 @@ class LossLater(Lit):
         return loss if index == 0 else None
 
 
+class Crash(Lit):
+    """A mistake of the user's own code, seen on the last stage only."""
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        return plain_loss(self.model, batch) + batch["no such key"]
+
+
+class Frozen(Lit):
+    """Trains the head only, and says so by requires_grad."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, param in self.named_parameters():
+            param.requires_grad_("head" in name)
+
+
+class NoValidation(Lit):
+    """Validates something else than the model."""
+
+    def validation_step(self, batch: Any, index: int) -> Any:
+        self.log("val_loss", 1.0)
+
+
 class NoPlan(Lit):
     def __init__(self) -> None:
         super().__init__(Unplanned())
@@ -149,8 +181,8 @@ class Unplanned(Plain):
     pp_plan = None  # type: ignore[assignment]
 
 
-class NormTwice(Plain):
-    """Normalises with one module before the layers and after them; it is registered before."""
+class NormLate(Plain):
+    """Registers before the layers what it uses after them, and its plan does not say so."""
 
     pp_plan = {k: v for k, v in Plain.pp_plan.items() if k != "norm"}
 
@@ -161,14 +193,14 @@ class NormTwice(Plain):
         self.norm, self.layers = norm, layers
 
     def forward(self, ids: Tensor) -> Tensor:
-        x = self.norm(self.embed(ids) + self.position[: ids.shape[1]])
+        x = self.embed(ids) + self.position[: ids.shape[1]]
         for layer in self.layers:
             x = layer(x)
         return self.head(self.norm(x))
 
 
-class HeadBefore(Plain):
-    """Calls a module that is registered after the layers before them."""
+class NormEarly(Plain):
+    """Uses before the layers what its plan names after them."""
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.norm(self.embed(ids) + self.position[: ids.shape[1]])
@@ -215,7 +247,7 @@ def attempt(rank: int, world: int, case: Case) -> tuple[str, str, float]:
             "use_distributed_sampler": False,
         }
         trainer = Trainer(strategy=strategy, **options | case.trainer)
-        trainer.fit(module, case.loader(rank))
+        trainer.fit(module, case.loader(rank), None if case.validation is None else case.validation(rank))
     except Exception as error:
         return type(error).__name__, str(error), time.monotonic() - started
     finally:
@@ -243,15 +275,18 @@ CASES: Mapping[str, Case] = {
     "schedule": Case("pp2 schedule=1f1c"),
     "data_engine": Case("data_engine=depspeed"),
     "no_plugin": Case("cp2"),
+    "precision": Case(strategy={"precision": "16-true"}),
     # models
     "heads": Case("tp4", module=lambda: LitLlama(num_attention_heads=6, num_key_value_heads=2)),
     "kv_heads": Case("tp4", module=lambda: LitLlama(num_attention_heads=12, num_key_value_heads=6)),
-    "hidden": Case("tp4", module=lambda: LitLlama(intermediate_size=66)),
+    "hidden": Case("tp4", module=lambda: Lit(Plain(dim=30, heads=2, depth=2))),
+    "intermediate": Case("tp4", module=lambda: LitLlama(intermediate_size=66)),
     "vocabulary": Case("tp4", module=LitLlama),
     "layers": Case("pp4"),
     "no_plan_tp": Case("tp2", module=NoPlan),
     "no_plan_pp": Case("pp2", module=NoPlan),
     "wrong_plan": Case("pp2", strategy={"pp_plan": {"model.embedding": None, "model.layers": None}}),
+    "different_models": Case(module=Different),
     # optimisation
     "manual": Case(module=Manual),
     "no_optimizer": Case(module=NoOptimizer),
@@ -259,18 +294,24 @@ CASES: Mapping[str, Case] = {
     "lbfgs": Case(module=Lbfgs),
     "backward": Case(module=OwnBackward),
     "head_only": Case("pp2", module=HeadOnly),
+    "one_data_rank": Case("pp2 mb4", loader=lambda rank: batches(12, 6) if rank % 2 else batches(8, 4)),
     # data
     "microbatches": Case("pp2 mb3"),
     "microbatches_later": Case("pp2 mb4", loader=lambda rank: batches(10, 8)),
     "lengths": Case(loader=lambda rank: batches(8 if rank != 2 else 4)),
     "stream": Case(loader=stream),
-    "shuffled": Case("tp2", loader=shuffled),
+    "equal_streams": Case(loader=lambda rank: DataLoader(Stream(8), batch_size=4)),
+    "shuffled_tp": Case("tp2", loader=shuffled),
     "shuffled_pp": Case("pp2", loader=shuffled),
     # steps
     "no_loss": Case(module=NoLoss),
-    "no_loss_pp": Case("pp2 mb4", module=NoLoss),
-    "no_loss_pp4": Case("pp2 tp2 mb4 gpipe", module=NoLoss),
-    "loss_later": Case("pp2 zero1", module=LossLater),
-    "norm_twice": Case("pp2", module=lambda: Lit(NormTwice())),
-    "head_before": Case("pp2", module=lambda: Lit(HeadBefore())),
+    "no_loss_1f1b": Case("pp2 mb4", module=NoLoss),
+    "no_loss_gpipe": Case("pp2 tp2 mb4 gpipe", module=NoLoss),
+    "later": Case("pp2", module=LossLater),
+    "norm_late": Case("pp2", module=lambda: Lit(NormLate())),
+    "norm_early": Case("pp2", module=lambda: Lit(NormEarly())),
+    "crash": Case("pp2 mb4", module=Crash),
+    "frozen": Case("pp2", module=Frozen),
+    "no_validation": Case("pp2", module=NoValidation, validation=lambda rank: batches()),
+    "shuffled_validation": Case("pp2", validation=shuffled),
 }

@@ -79,12 +79,12 @@ class Lit(LightningModule):
 
 
 def trainer(rank: int, world: int, layout: str, **options: Any) -> Trainer:
-    base = dict(
-        accelerator="cpu", precision="64-true", logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, use_distributed_sampler=False, max_epochs=1, devices=world,
-    )  # fmt: skip
     strategy = ParallaxStrategy(layout, cluster_environment=GivenEnvironment(rank, world))
-    return Trainer(strategy=strategy, **{**base, **options})  # type: ignore[arg-type]
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "max_epochs": 1}
+    return Trainer(
+        strategy=strategy, accelerator="cpu", devices=world, precision="64-true", enable_model_summary=False,
+        use_distributed_sampler=False, **{**quiet, **options},
+    )  # fmt: skip
 
 
 def loader(trainer: Trainer, batch: int = 4, rows: int = ROWS) -> DataLoader[Any]:

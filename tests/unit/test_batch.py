@@ -63,4 +63,5 @@ def test_trees_come_apart_and_together() -> None:
 def test_signature_tells_shapes_and_dtypes_apart() -> None:
     base = {"x": torch.zeros(2, 3)}
     assert signature(base) == signature({"x": torch.ones(2, 3)})
-    assert len({signature(t) for t in (base, {"x": torch.zeros(3, 2)}, {"x": torch.zeros(2, 3).half()}, base["x"])}) == 4
+    others = ({"x": torch.zeros(3, 2)}, {"x": torch.zeros(2, 3).half()}, base["x"])
+    assert len({signature(t) for t in (base, *others)}) == 4

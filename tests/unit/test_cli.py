@@ -54,10 +54,11 @@ def test_a_script_sees_what_python_shows_it(tmp_path: Path, how: list[str]) -> N
 
 def test_the_strategy_is_known_to_a_script_that_does_not_import_it(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(
-        "from lightning.pytorch.strategies import StrategyRegistry\nprint('parallax_4d' in StrategyRegistry)\n"
+        "from lightning.pytorch.strategies import StrategyRegistry as known\n"
+        "print('parallax_4d' in known and (known.get('parallax_4d').requested_layout.tensor_parallel_size, __name__))\n"
     )
     assert _python("train.py", cwd=tmp_path) == (0, "False\n")
-    assert _python("-m", "parallax", "train.py", cwd=tmp_path) == (0, "True\n")
+    assert _python("-m", "parallax", "--layout=tp2", "train.py", cwd=tmp_path) == (0, "(2, '__main__')\n")
 
 
 def test_errors_of_the_script_are_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,6 +119,9 @@ def test_bad_layout_is_an_error_with_the_way_out(capsys: pytest.CaptureFixture[s
         (["trian.py", "--lr", "1"], ["no script 'trian.py'"]),
         (["some/where"], ["no script 'some/where'"]),
         (["-m"], ["name of a module"]),
+        (["--layout"], ["--layout needs a value"]),
+        (["--layout", "tp2", "plugins"], ["--layout is for a script or module"]),
+        (["--layout=tp2", "--help"], ["--layout is for a script or module"]),
         (["--jsn"], ["--jsn"]),
     ],
 )

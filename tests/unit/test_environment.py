@@ -118,7 +118,8 @@ def test_the_environment_and_the_size_of_the_node(launched, env, kind, here) -> 
 
 
 @pytest.mark.parametrize("env", [OPEN_MPI, OPEN_MPI | ALLOCATION, HYDRA])
-def test_mpirun_is_detected_also_inside_an_allocation(launched, env) -> None:  # type: ignore[no-untyped-def]
+def test_mpirun_is_detected_also_inside_an_allocation(launched, env, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.delitem(sys.modules, "mpi4py.MPI", raising=False)  # a plain Trainer of another test imports it
     launched(env)
     assert ParallaxMPIEnvironment.detect()
     assert "mpi4py.MPI" not in sys.modules  # seen from the variables alone

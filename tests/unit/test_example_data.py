@@ -69,6 +69,7 @@ def test_windows_cover_the_stream_without_overlap() -> None:
 def test_sample_and_batch(folder: Path) -> None:
     data = TextData(str(folder), seq_len=16, global_batch_size=4, val_fraction=0.25)
     data.setup()
+    assert data.patterns == ["*"]
     assert data.train_windows.dtype == torch.uint8
     batch = next(iter(data.train_dataloader()))
     assert batch["input_ids"].shape == (4, 16) and batch["input_ids"].dtype == torch.int64
@@ -104,6 +105,7 @@ def test_step_sees_the_same_samples_on_any_number_of_ranks(folder: Path) -> None
 def test_default_text_is_the_standard_library() -> None:
     data = TextData(max_bytes=300_000)
     data.setup()
+    assert data.patterns == ["*.py"]
     text = bytes(data.train_windows.flatten().tolist())
     assert data.train_windows.numel() + data.val_windows.numel() > 290_000
     assert b"import " in text and b"def " in text

@@ -115,12 +115,15 @@ def test_every_parameter_lives_on_one_stage_under_its_own_name(build: Any, stage
     assert all(len(stages_of) == 1 for stages_of in homes.values())
 
 
+def logits(output: Any) -> Tensor:
+    return output if isinstance(output, Tensor) else output.logits
+
+
 @pytest.mark.parametrize("build", [llama, gpt2, Plain])
 def test_stages_in_one_process_give_the_whole_models_output(build: Any) -> None:
     torch.manual_seed(0)
     reference: Any = build().eval()
     ids = torch.randint(0, 61, (2, 7))
-    logits = (lambda out: out if isinstance(out, Tensor) else out.logits)
     want = logits(reference(ids))
     received = None
     for stage in range(4):
