@@ -25,14 +25,20 @@ from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint, TQ
 from lightning.pytorch.loggers import CSVLogger
 from omegaconf import OmegaConf
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import parallax
 import parallax.conf
+from parallax.plugins.launch import same_on_every_rank
 from parallax.plugins.launch.detect import launched_rank
 from parallax.strategies.layout import Layout
 from reporting import TokensPerSecond, plot_losses
 from text_data import TextData
+
+try:
+    from transformers import LlamaConfig, LlamaForCausalLM
+except ImportError as missing:
+    with same_on_every_rank():
+        raise ValueError("this example needs transformers: pip install 'lightning-parallax[hf]'") from missing
 
 
 class LitLlama(L.LightningModule):

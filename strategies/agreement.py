@@ -23,7 +23,7 @@ from typing import Any
 import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from parallax.plugins.launch.errors import _lost_peer, mark_shared
+from parallax.plugins.launch.errors import lost_peer, mark_shared
 from parallax.strategies.comm import CommError
 from parallax.strategies.names import name_ranks
 
@@ -93,7 +93,7 @@ class Agreement:
         try:
             yield
         except Exception as raised:
-            if _lost_peer(raised):
+            if lost_peer(raised):
                 raise  # the rank that is to blame reports
             error = raised
         if self._world > 1:
@@ -108,7 +108,7 @@ class Agreement:
         try:
             yield
         except Exception as error:
-            if self._world > 1 and not _lost_peer(error):
+            if self._world > 1 and not lost_peer(error):
                 arrived, reports = self._exchange(what, error)
                 self._conclude(what, error, arrived, reports)
             raise

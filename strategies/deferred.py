@@ -134,11 +134,11 @@ class _OnMeta(TorchFunctionMode):
         self._recorder.record_call(function, (), {**given, "tensor": window}, window)
 
 
-class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Recorder(TorchDispatchMode):
     """Operator level: records every operator that makes or changes meta memory, and runs it on meta."""
 
     def __init__(self, recording: Recording) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.recording = recording
         self.depth = 0  # > 0 inside a call that `_OnMeta` has seen, where a device was chosen on purpose
 

@@ -87,7 +87,7 @@ class Engine:
             What the user's step returned, averaged over micro-batches, on every stage; losses are detached.
         """
         if self.steps == 0:
-            self._require_same_batch(batch)
+            self.require_same_batch(batch)
         count = self._count(batch)
         parts = self._shard(split(batch, count))
         counts = self._token_counts(parts)
@@ -142,7 +142,7 @@ class Engine:
 
     # Parts of a step
 
-    def _require_same_batch(self, batch: Any) -> None:
+    def require_same_batch(self, batch: Any) -> None:
         """Ranks of one data index must have read the same samples; checked on the first step."""
         model = self.mesh["model"]
         mine = [(tuple(t.shape), float(t.double().sum()), float(t.double().square().sum())) for t in tensors_of(batch)]
@@ -151,8 +151,8 @@ class Engine:
         if differ:
             raise ValueError(
                 f"rank(s) {differ} read other samples than rank {model.ranks[0]}, though they hold parts of the same "
-                f"model copy. Let Lightning place the sampler (use_distributed_sampler=True), or seed your own from the data "
-                f"rank only: trainer.strategy.distributed_sampler_kwargs gives num_replicas and rank"
+                f"model copy. Let Lightning place the sampler (use_distributed_sampler=True), or seed your own from "
+                f"the data rank only: trainer.strategy.distributed_sampler_kwargs gives num_replicas and rank"
             )
 
     def _count(self, batch: Any) -> int:

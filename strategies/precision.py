@@ -160,7 +160,7 @@ class ParallaxPrecision(Precision):
         from parallax.plugins.data.base import Clip
 
         if clip_val:
-            algorithm = getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm) or "norm"
+            algorithm: Any = getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm) or "norm"
             self._clip = Clip(float(clip_val), algorithm)
 
     def state_dict(self) -> dict[str, Any]:

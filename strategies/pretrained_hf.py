@@ -93,7 +93,7 @@ def _deferred(recording: Recording) -> Callable[..., nn.Module]:
         if model.can_generate() and (folder / "generation_config.json").is_file():
             model.generation_config = type(model.generation_config).from_pretrained(folder)
         model.eval()
-        return model  # type: ignore[no-any-return]
+        return model
 
     return from_pretrained
 

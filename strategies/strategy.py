@@ -6,53 +6,38 @@ where parallelism is applied (`assemble.py`) or where a step runs (`engine.py`).
 
 from __future__ import annotations
 
-import atexit
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
-from lightning.fabric.utilities.distributed import ReduceOp
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import Tensor, nn
+from torch import nn
 
 from parallax.plugins import registry
 from parallax.plugins.base import ParallelPlugin, ParamShard
 from parallax.plugins.data.base import DataEngine, StepResult
 from parallax.plugins.launch import (
-    Connection,
-    choose_environment,
-    init_distributed,
-    local_world_size,
-    mark_shared,
     same_on_every_rank,
 )
-from parallax.plugins.launch.detect import mpi_launch
-from parallax.plugins.launch.rank_zero import set_printing_rank
-from parallax.plugins.launch.script_launcher import ScriptLauncher
 from parallax.strategies import checkpoint, refusals
-from parallax.strategies.agreement import Agreement
 from parallax.strategies.announce import announce
 from parallax.strategies.assemble import agree_on_weights, make_plugins, owned_lookup, shard_lookup
 from parallax.strategies.deferred import Recording, deferred_init
 from parallax.strategies.engine import Engine
 from parallax.strategies.layout import Layout
-from parallax.strategies.loaders import process_loader
 from parallax.strategies.logs import count_samples_once
 from parallax.strategies.materialize import materialize
-from parallax.strategies.mesh import Mesh
 from parallax.strategies.other_lightning import hint
 from parallax.strategies.precision import ParallaxPrecision
+from parallax.strategies.processes import ProcessStrategy
 
 
-class ParallaxStrategy(ParallelStrategy):
+class ParallaxStrategy(ProcessStrategy):
     """Trains a plain LightningModule with tensor, pipeline and data parallelism (ZeRO 0-3).
 
     Args:
@@ -89,22 +74,16 @@ class ParallaxStrategy(ParallelStrategy):
         with same_on_every_rank():
             self.requested_layout = Layout.from_any(layout, **layout_options)
             precision_plugin = ParallaxPrecision(precision) if precision is not None else None
-        if cluster_environment is None and mpi_launch() is not None:
-            cluster_environment = choose_environment()  # Lightning would take mpirun inside Slurm for srun
         super().__init__(
+            timeout=timeout,
+            backend=process_group_backend,
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
-        self.num_nodes = 1
         self._plans: dict[str, Mapping[str, Any] | None] = {"tp": tp_plan, "pp": pp_plan}
-        self._timeout, self._backend = timeout, process_group_backend
-        self._connection: Connection | None = None
-        self._mesh: Mesh | None = None
-        self._agreement: Agreement | None = None
-        self._agreed: set[str] = set()
         self._engine: Engine | None = None
         self._recording: Recording | None = None
         self._plugins: list[ParallelPlugin] = []
@@ -114,31 +93,7 @@ class ParallaxStrategy(ParallelStrategy):
         """Says whose strategy it is: the Trainer of another package, which refuses it, prints this."""
         return f"<ParallaxStrategy {str(self.requested_layout)!r}, a strategy of lightning.pytorch.Trainer{hint()}>"
 
-    # What Lightning asks about the processes
-
-    @property
-    def is_distributed(self) -> bool:
-        """Lightning injects a distributed sampler only where this is true."""
-        return True
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Ranks that differ only in tp, pp or cp read the same samples."""
-        return {"num_replicas": self.mesh.size("dp"), "rank": self.mesh.index("dp")}
-
-    @property
-    def root_device(self) -> torch.device:
-        assert self.parallel_devices is not None
-        if self.parallel_devices[0].type == "cpu":
-            return self.parallel_devices[0]
-        return self.parallel_devices[self.local_rank]
-
-    @property
-    def num_processes(self) -> int:
-        """Processes on this node: what the launcher started, else one per device."""
-        assert self.cluster_environment is not None
-        started = local_world_size(self.cluster_environment)
-        return started or len(self.parallel_devices or [None])
+    # What Lightning asks
 
     @property
     def handles_gradient_accumulation(self) -> bool:
@@ -162,13 +117,6 @@ class ParallaxStrategy(ParallelStrategy):
             self._precision_plugin = None if plugin is None else ParallaxPrecision.from_lightning(plugin)
 
     @property
-    def mesh(self) -> Mesh:
-        """Axes, coordinates and groups of this rank (known once the environment is set up)."""
-        if self._mesh is None:
-            raise RuntimeError("the mesh is not known before Trainer.fit (or validate, test, predict) has started")
-        return self._mesh
-
-    @property
     def engine(self) -> Engine:
         """What drives a step (known once the model is set up)."""
         if self._engine is None:
@@ -179,20 +127,7 @@ class ParallaxStrategy(ParallelStrategy):
         """How this rank's tensor of parameter `fqn` sits in the whole one; None when it is whole and counts here."""
         return shard_lookup(self._plugins)(fqn)
 
-    # Processes
-
-    def _configure_launcher(self) -> None:
-        assert self.cluster_environment is not None
-        self._set_world_ranks()
-        self._launcher = ScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
-
-    def _set_world_ranks(self) -> None:
-        assert self.cluster_environment is not None
-        env = self.cluster_environment
-        if not env.creates_processes_externally or local_world_size(env) is None:
-            env.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-            env.set_world_size(self.num_nodes * self.num_processes)
-        set_printing_rank(env.global_rank())
+    # Set-up
 
     def setup_environment(self) -> None:
         """Join the process group, settle the layout and build the mesh."""
@@ -205,25 +140,9 @@ class ParallaxStrategy(ParallelStrategy):
             engine: type[DataEngine] = registry.load("parallax.data_engines", layout.resolved_data_engine)
             engine.check(layout)
             registry.load("parallax.schedules", layout.schedule)
-        if self._mesh is not None:
-            return  # a second fit, or test after fit: processes and mesh are there
-        backend = self._backend or ("nccl" if self.root_device.type == "cuda" else "gloo")
-        self._connection = init_distributed(self.cluster_environment, backend, self._timeout)
-        atexit.register(self._leave)
-        self._plugins = plugins
-        self._mesh = Mesh.build(layout, self.global_rank, timeout=self._timeout)
-        nonce = self._mesh["control"].broadcast_object(uuid4().hex)
-        self._agreement = Agreement(self.global_rank, self.world_size, nonce, self._timeout)
-
-    def _together(self, what: str, *, always: bool = False) -> AbstractContextManager[None]:
-        """Around what ranks do alike: an error of some is one of all, in the first round and when all have met it."""
-        assert self._agreement is not None
-        if always or what not in self._agreed:
-            self._agreed.add(what)
-            return self._agreement.together(what)
-        return self._agreement.if_all(what)
-
-    # Model
+        if self._mesh is None:
+            self._plugins = plugins
+        self._join(layout)
 
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
@@ -354,7 +273,7 @@ class ParallaxStrategy(ParallelStrategy):
         first = name not in self._agreed
         with self._together(name):
             if first:
-                self.engine._require_same_batch(batch)
+                self.engine.require_same_batch(batch)
             return self.engine.eval_step(fn, batch, rest)
 
     def finish_gradients(self) -> None:
@@ -364,48 +283,6 @@ class ParallaxStrategy(ParallelStrategy):
     def step(self, clip: Any) -> None:
         with self._together("the optimizer step"):
             self.last_step = self.engine.step(clip)
-
-    # Collectives Lightning and the user's module ask for
-
-    def process_dataloader(self, dataloader: object) -> object:
-        """Refuse loaders of different lengths before a rank waits for one that has finished."""
-        return process_loader(dataloader, self.mesh)
-
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: ReduceOp | str | None = "mean") -> Any:
-        """Reduce over the data axis: ranks that differ only in tp or pp hold the same value."""
-        if not isinstance(tensor, Tensor):
-            return tensor
-        data = self.mesh["data"]
-        total = tensor.detach().clone().to(self.root_device)
-        operation = getattr(reduce_op, "name", reduce_op) or "sum"
-        if str(operation).lower() in ("mean", "avg"):
-            if not total.is_floating_point():
-                total = total.float()
-            data.all_reduce(total)
-            return total / data.size
-        data.all_reduce(total, op=getattr(torch.distributed.ReduceOp, str(operation).upper()))
-        return total
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        votes = self.mesh["control"].gather_objects(bool(decision))
-        return min(votes) if all else max(votes)
-
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Stack over the data axis, where values differ."""
-        data = self.mesh["data"]
-        if sync_grads and data.size > 1:
-            from torch.distributed.nn.functional import all_gather
-
-            return torch.stack(all_gather(tensor, group=data.group))
-        return data.all_gather(tensor.unsqueeze(0)).reshape(data.size, *tensor.shape)
-
-    def barrier(self, name: str | None = None) -> None:
-        if self._mesh is not None:
-            with self.mesh.ledger.during(self.mesh.ledger.phase, f"barrier {name or ''}".strip()):
-                self.mesh["control"].barrier()
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        return self.mesh["control"].broadcast_object(obj, src=src) if self._mesh is not None else obj
 
     # Checkpoints, at the same layout
 
@@ -435,11 +312,6 @@ class ParallaxStrategy(ParallelStrategy):
 
     # End
 
-    def on_exception(self, exception: BaseException) -> None:
-        """Lightning's own refusals come before the ranks can talk, and on all of them: print them once."""
-        if isinstance(exception, MisconfigurationException) and self._mesh is None:
-            mark_shared(exception)
-
     def teardown(self) -> None:
         """After one fit, validate, test or predict. Model, engine and processes stay for the next one."""
         assert self.accelerator is not None
@@ -454,12 +326,5 @@ class ParallaxStrategy(ParallelStrategy):
         self._leave()
 
     def _leave(self) -> None:
-        """Leave the process group without waiting for anybody, as at the end of the process."""
-        atexit.unregister(self._leave)
-        if self._mesh is not None and torch.distributed.is_initialized():
-            self._mesh.close()
-        if self._connection is not None:
-            self._connection.close()
-            assert self.cluster_environment is not None
-            self.cluster_environment.teardown()
-        self._connection = self._mesh = self._engine = None
+        super()._leave()
+        self._engine = None

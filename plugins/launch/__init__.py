@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from parallax.plugins.launch.choose import choose_environment, local_world_size
 from parallax.plugins.launch.connect import Connection, init_distributed
-from parallax.plugins.launch.errors import install_excepthook, mark_shared, raise_together, same_on_every_rank
+from parallax.plugins.launch.errors import install_excepthook, mark_shared, same_on_every_rank
 from parallax.plugins.launch.mpi import ParallaxMPIEnvironment
 from parallax.plugins.launch.prepare import prepare_process
 
@@ -21,6 +21,5 @@ __all__ = [
     "local_world_size",
     "mark_shared",
     "prepare_process",
-    "raise_together",
     "same_on_every_rank",
 ]

@@ -1,6 +1,6 @@
 """What happens when a rank fails: user mistakes shown once, crashes end the whole job at once.
 
-It is: a way for all ranks to raise the same error (`raise_together`, `same_on_every_rank`), and an excepthook that
+It is: the mark of an error that all ranks share (`mark_shared`, `same_on_every_rank`), and an excepthook that
 prints such an error on rank 0 only, and that calls MPI_Abort for any other error, because under mpirun a failed
 rank otherwise waits for ever in MPI_Finalize. It is not: a watchdog for lost nodes.
 """
@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from parallax.plugins.launch.detect import launched_rank
 from parallax.plugins.launch.rank_zero import printing_rank
-from parallax.strategies.comm import AxisComm, CommError
+from parallax.strategies.comm import CommError
 
 _SHARED = "_parallax_shared"
 QUIET_EXIT_WAIT = 3.0
@@ -56,37 +56,6 @@ def same_on_every_rank() -> Iterator[None]:
         raise mark_shared(error)  # noqa: B904 - the same object, no second traceback
 
 
-def raise_together(error: Exception | None, control: AxisComm) -> None:
-    """Let every rank of `control` learn whether any has an error, and raise the same ValueError if one does.
-
-    Every rank calls this at the same point, with None when it has nothing to report. Ranks with the same text
-    are named together when not all ranks have it. The rank's own error becomes the cause.
-
-    Raises:
-        ValueError: on every rank, marked as shared, when at least one rank has an error.
-    """
-    texts: list[str | None] = control.gather_objects(None if error is None else _text(error))
-    if all(text is None for text in texts):
-        return
-    by_text: dict[str, list[int]] = {}
-    for rank, text in zip(control.ranks, texts, strict=True):
-        if text is not None:
-            by_text.setdefault(text, []).append(rank)
-    if len(by_text) == 1 and None not in texts:
-        message = next(iter(by_text))
-    else:
-        message = "\n".join(f"on {_name(ranks)} of {control.size}: {text}" for text, ranks in by_text.items())
-    raise mark_shared(ValueError(message)) from error
-
-
-def _text(error: Exception) -> str:
-    return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-
-
-def _name(ranks: list[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))
-
-
 def install_excepthook() -> None:
     """Install the excepthook, once. Without a launcher it does what the hook before it did."""
     if getattr(sys.excepthook, _SHARED, False):
@@ -115,7 +84,7 @@ def _handle(before: Hook, kind: type[BaseException], error: BaseException, trace
         elif not _meet(comm):
             comm.Abort(1)
         return
-    if _lost_peer(error):
+    if lost_peer(error):
         time.sleep(BLAME_WAIT)
     of = "" if size is None else f" of {size}"
     title = f"\nrank {rank}{of} on {socket.gethostname()} failed at {time.strftime('%H:%M:%S')}:"
@@ -159,7 +128,7 @@ def _meet(comm: Any) -> bool:
     return True
 
 
-def _lost_peer(error: BaseException | None) -> bool:
+def lost_peer(error: BaseException | None) -> bool:
     """Whether the error only says that another rank has gone."""
     while error is not None:
         if isinstance(error, CommError) or any(sign in str(error) for sign in _LOST_PEER):

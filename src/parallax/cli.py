@@ -20,6 +20,7 @@ from rich.table import Table
 from parallax.cli_run import run_module, run_script, use_layout
 from parallax.plugins.launch.mpirun import main as mpirun
 from parallax.plugins.registry import GROUPS, available
+from parallax.plugins.topology.cli import add_topo
 from parallax.strategies.layout import Layout
 from parallax.strategies.names import nearest_name
 from parallax.strategies.report import rank_table
@@ -88,6 +89,7 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     layout.add_argument("layout", nargs="*", help='e.g. "tp2 pp2 zero1", or a YAML file')
     layout.add_argument("--world", type=int, metavar="N", help="number of ranks (default: the fewest that fit)")
     layout.set_defaults(command=show_layout)
+    add_topo(commands)
     return parser, list(commands.choices)
 
 

@@ -23,11 +23,9 @@ from parallax.plugins.launch import (
     init_distributed,
     local_world_size,
     prepare_process,
-    raise_together,
     same_on_every_rank,
 )
 from parallax.plugins.launch.rank_zero import printing_rank
-from parallax.strategies.comm import AxisComm, Ledger
 
 WAIT = timedelta(seconds=60)
 NEW_RANK_OF = [3, 1, 0, 2]
@@ -92,15 +90,6 @@ def mistake(folder: Path) -> None:
     choose_environment()
     with same_on_every_rank():
         raise ValueError(" ".join(["impossible", "layout"]))
-
-
-def together(folder: Path) -> None:
-    """A mistake that one rank finds."""
-    environment = choose_environment()
-    init_distributed(environment, "gloo", WAIT)
-    size, rank = environment.world_size(), environment.global_rank()
-    control = AxisComm("control", range(size), rank, dist.group.WORLD, Ledger())
-    raise_together(ValueError(" ".join(["short", "loader"])) if rank == 1 else None, control)
 
 
 if __name__ == "__main__":

@@ -104,11 +104,8 @@ def test_a_crash_ends_the_job_with_one_traceback(tmp_path: Path) -> None:
     assert "rank 1 of 3 on " in ended.output
 
 
-@pytest.mark.parametrize(
-    ("job", "text"), [("mistake", "impossible layout"), ("together", "on rank 1 of 2: short loader")]
-)
-def test_a_mistake_of_all_ranks_is_printed_once(job: str, text: str, tmp_path: Path) -> None:
-    ended = mpirun(2, job, tmp_path)
+def test_a_mistake_of_all_ranks_is_printed_once(tmp_path: Path) -> None:
+    ended = mpirun(2, "mistake", tmp_path)
     assert ended.code != 0
-    assert ended.output.count(f"ValueError: {text}") == 1, ended.output
+    assert ended.output.count("ValueError: impossible layout") == 1, ended.output
     assert "MPI_ABORT" not in ended.output  # an orderly end

@@ -88,9 +88,7 @@ def zero_in_theory(exact: reference.Run) -> set[str]:
 @pytest.mark.limit(240)
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=["fp64", "fp32"])
 @pytest.mark.parametrize(("model", "layout", "n"), CASES, ids=[f"{m}-{la.replace(' ', '_')}" for m, la, _ in CASES])
-def test_equals_one_process(
-    model: str, layout: str, n: int, dtype: torch.dtype, runs: Any, references: Any
-) -> None:
+def test_equals_one_process(model: str, layout: str, n: int, dtype: torch.dtype, runs: Any, references: Any) -> None:
     ranks = [result[dtype, layout] for result in runs(model, n)]
     want = references(model, dtype)
     assert want.norms[0] > reference.CLIP, "clipping must be active for the test to mean anything"

@@ -11,10 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallax.plugins.launch import choose_environment, init_distributed, mark_shared, prepare_process, raise_together
+from parallax.plugins.launch import choose_environment, init_distributed, mark_shared, prepare_process
 from parallax.plugins.launch.errors import is_shared
 from parallax.plugins.launch.mpi import load_mpi
-from parallax.strategies.comm import AxisComm, Ledger
 from tests.procs import run_ranks
 
 WAIT = timedelta(seconds=20)
@@ -56,36 +55,6 @@ def test_a_group_with_other_ranks_is_refused() -> None:
     first, second = run_ranks(2, _wrong_group)
     assert "already initialised as rank 0 of 2, but TorchElasticEnvironment says rank 1 of 2" in first
     assert "already initialised as rank 1 of 2, but TorchElasticEnvironment says rank 0 of 2" in second
-
-
-def _control(rank: int, world: int) -> AxisComm:
-    return AxisComm("control", range(world), rank, dist.group.WORLD, Ledger())
-
-
-def _together(rank: int, world: int, errors: list[Exception | None]) -> tuple[bool, str] | None:
-    try:
-        raise_together(errors[rank], _control(rank, world))
-    except ValueError as error:
-        return is_shared(error), str(error)
-    return None
-
-
-def test_ranks_raise_together() -> None:
-    short = ValueError("the loader has 3 batches, the others have 4")
-    some = run_ranks(3, _together, [None, short, None])
-    assert some == [(True, "on rank 1 of 3: the loader has 3 batches, the others have 4")] * 3
-    mixed = run_ranks(3, _together, [short, KeyError("x"), short])
-    assert mixed == [(True, f"on ranks 0, 2 of 3: {short}\non rank 1 of 3: KeyError: 'x'")] * 3
-    assert run_ranks(3, _together, [short] * 3) == [(True, str(short))] * 3
-    assert run_ranks(2, _together, [None, None]) == [None, None]
-
-
-def test_one_rank_alone_needs_no_group() -> None:
-    alone = AxisComm("control", [0], 0, None, Ledger())
-    raise_together(None, alone)
-    with pytest.raises(ValueError, match="^bad$") as caught:
-        raise_together(ValueError("bad"), alone)
-    assert is_shared(caught.value) and not is_shared(ValueError("bad")) and is_shared(mark_shared(ValueError()))
 
 
 def _refused(rank: int, world: int) -> str:

@@ -198,9 +198,7 @@ def test_early_stopping_ends_every_rank_at_once() -> None:
 
 
 def accumulating_rank(rank: int, world: int, layout: str) -> Any:
-    t = trainer(
-        rank, world, layout, accumulate_grad_batches=2, gradient_clip_val=0.01, gradient_clip_algorithm="value"
-    )
+    t = trainer(rank, world, layout, accumulate_grad_batches=2, gradient_clip_val=0.01, gradient_clip_algorithm="value")
     t.fit(Lit(), loader(t, batch=2))
     out = weights(t), t.global_step
     close(t)

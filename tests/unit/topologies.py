@@ -1,4 +1,4 @@
-"""Small clusters for the tests of placement, and the cost model once more in plain Python, written apart from the other.
+"""Small clusters for the tests of placement, and the cost model once more in plain Python.
 
 The second model walks over `mesh.partition`'s groups with loops and dictionaries: no tensors, no runs, no bit masks.
 """
@@ -26,7 +26,9 @@ DGX1 = {
 }
 
 
-def node(host: str, n: int, links: dict[tuple[int, int], int] | int = 12, nics: int = 0, key: str | None = None) -> Node:
+def node(
+    host: str, n: int, links: dict[tuple[int, int], int] | int = 12, nics: int = 0, key: str | None = None
+) -> Node:
     """`n` GPUs joined by NVLinks: all pairs with as many (an int), or the given pairs; the rest crosses sockets."""
     count = links if isinstance(links, dict) else dict.fromkeys(combinations(range(n), 2), links)
 
@@ -57,6 +59,69 @@ def groups(layout: Layout, axis: str) -> list[tuple[int, ...]]:
     return partition({"dp": ("dp", "cp")}.get(axis, (axis,)), layout.axis_sizes())
 
 
+class Model:
+    """Seconds of groups of slots, one group at a time; `out` collects what leaves each island."""
+
+    def __init__(self, cluster: Cluster, slots: Sequence[Slot], rates: Rates) -> None:
+        self.cluster, self.slots, self.rates = cluster, slots, rates
+        self.island = _islands(cluster)
+        self.ports: dict[int, float] = defaultdict(float)
+        for number in {slot.node for slot in slots}:
+            self.ports[self.island[number]] += rates.network * max(1, len(cluster.nodes[number].nics))
+        self.out: dict[int, float] = defaultdict(float)
+
+    def rate(self, a: Slot, b: Slot) -> float:
+        here, there = self.cluster.nodes[a.node], self.cluster.nodes[b.node]
+        if a.node == b.node:
+            link = here.links[a.device][b.device]
+            return {NV: 25.0 * link.count}.get(link.kind, 16.0)
+        if self.island[a.node] == self.island[b.node] and here.devices[0].domain_key == there.devices[0].domain_key:
+            return self.rates.fabric or 25.0 * here.links[0][1].count
+        return self.rates.network
+
+    def neighbours(self, places: list[Slot], gb: float, both_ways: bool) -> float:
+        steps = list(zip(places, places[1:], strict=False))
+        steps += [(b, a) for a, b in steps] if both_ways else [(places[-1], places[0])]
+        for a, b in steps:
+            if self.island[a.node] != self.island[b.node]:
+                self.out[self.island[a.node]] += gb
+        return max(gb / self.rate(a, b) for a, b in steps)
+
+    def by_island(self, places: list[Slot]) -> dict[int, list[Slot]]:
+        found: dict[int, list[Slot]] = defaultdict(list)
+        for place in places:
+            found[self.island[place.node]].append(place)
+        return found
+
+    def ring(self, places: list[Slot], gb: float) -> float:
+        times = []
+        parts = self.by_island(places)
+        for home, mine in parts.items():
+            times += [gb / self.rate(a, b) for a, b in combinations(mine, 2)]
+            if len(parts) > 1:
+                self.out[home] += gb
+                times.append(gb / (self.rates.network * self.flows(home, len(mine))))
+        return max(times)
+
+    def flows(self, home: int, members: int) -> int:
+        """As many as there are members, while all together stay below the slowest pair of the island."""
+        there = [slot for slot in self.slots if self.island[slot.node] == home]
+        slowest = min((self.rate(a, b) for a, b in combinations(there, 2)), default=float("inf"))
+        flows = 1
+        while flows < members and (flows + 1) * self.rates.network < slowest:
+            flows += 1
+        return flows
+
+    def all_to_all(self, places: list[Slot], gb: float) -> float:
+        times = []
+        for home, mine in self.by_island(places).items():
+            away = len(places) - len(mine)
+            times += [(len(mine) - 1) * gb / self.rate(a, b) for a, b in combinations(mine, 2)]
+            times.append(away * gb / self.rates.network)
+            self.out[home] += len(mine) * away * gb
+        return max(times)
+
+
 def seconds(
     cluster: Cluster,
     slots: Sequence[Slot],
@@ -67,57 +132,19 @@ def seconds(
 ) -> dict[str, float]:
     """Predicted seconds of each axis when new rank r runs where the launcher's rank `slot_of[r]` was started."""
     at = [slots[old] for old in slot_of]
-    island = _islands(cluster)
-
-    def rate(a: Slot, b: Slot) -> float:
-        here, there = cluster.nodes[a.node], cluster.nodes[b.node]
-        if a.node == b.node:
-            link = here.links[a.device][b.device]
-            return {NV: 25.0 * link.count}.get(link.kind, 16.0)
-        if island[a.node] == island[b.node] and here.devices[0].domain_key == there.devices[0].domain_key:
-            return rates.fabric or 25.0 * here.links[0][1].count
-        return rates.network
-
-    ports: dict[int, float] = defaultdict(float)
-    for number in {slot.node for slot in slots}:
-        ports[island[number]] += rates.network * max(1, len(cluster.nodes[number].nics))
     found = {}
     for each in traffic:
-        worst, out = 0.0, defaultdict(float)
+        model, gb = Model(cluster, slots, rates), each.edge_bytes / 1e9
+        times = []
         for ranks in groups(layout, each.axis):
             places = [at[rank] for rank in ranks]
-            by_island: dict[int, list[Slot]] = defaultdict(list)
-            for place in places:
-                by_island[island[place.node]].append(place)
-            slowest = {
-                home: min(rate(a, b) for a, b in combinations([s for s in slots if island[s.node] == home], 2))
-                for home in by_island
-                if sum(island[s.node] == home for s in slots) > 1
-            }
-            gb = each.edge_bytes / 1e9
-            if each.pattern in ("rotate", "chain"):
-                steps = list(zip(places, places[1:], strict=False))
-                steps += [(b, a) for a, b in steps] if each.pattern == "chain" else [(places[-1], places[0])]
-                for a, b in steps:
-                    worst = max(worst, gb / rate(a, b))
-                    if island[a.node] != island[b.node]:
-                        out[island[a.node]] += gb
-                continue
-            for home, mine in by_island.items():
-                if each.pattern == "reduce":
-                    worst = max([worst, *(gb / rate(a, b) for a, b in combinations(mine, 2))])
-                    if len(by_island) > 1:
-                        out[home] += gb
-                        flows = 1
-                        while flows < len(mine) and (flows + 1) * rates.network < slowest[home]:
-                            flows += 1
-                        worst = max(worst, gb / (flows * rates.network))
-                else:
-                    pairs = [rate(a, b) for a, b in combinations(mine, 2)]
-                    away = len(ranks) - len(mine)
-                    worst = max(worst, (len(mine) - 1) * gb / min(pairs) if pairs else 0.0, away * gb / rates.network)
-                    out[home] += len(mine) * away * gb
-        found[each.axis] = max(worst, *(gb / ports[home] for home, gb in out.items()), 0.0)
+            if each.pattern == "reduce":
+                times.append(model.ring(places, gb))
+            elif each.pattern == "exchange":
+                times.append(model.all_to_all(places, gb))
+            else:
+                times.append(model.neighbours(places, gb, both_ways=each.pattern == "chain"))
+        found[each.axis] = max(*times, 0.0, *(out / model.ports[home] for home, out in model.out.items()))
     return found
 
 
