@@ -95,7 +95,7 @@ def show_topo(options: argparse.Namespace) -> int:
     report = answers(cluster.nodes[0]) if seen.captured else cluster_dict(cluster)
     console.print(node_table(cluster))
     for line in (*fabric_rows(cluster), *cluster.notes, *(note for node in cluster.nodes for note in node.notes)):
-        console.print(line, highlight=False)
+        console.print(line, highlight=False, soft_wrap=True)
     if seen.samples:
         console.print(f"measured: {rates.network:.4g} GB/s between nodes", highlight=False)
     if options.layout:
@@ -128,7 +128,7 @@ def _show_placement(cluster: Cluster, rates: Rates, options: argparse.Namespace,
     placement = place(cluster, slots, layout, traffic_of(layout, model), rates)
     if model is None:
         placement = replace(placement, notes=("volumes are assumed (no --model): times compare orders, no more",))
-    misfits = check_fit(cluster, slots, layout, on_misfit="allow", placement=placement, model=model, rates=rates)
+    misfits = check_fit(cluster, slots, asked, on_misfit="allow", placement=placement, model=model, rates=rates)
     before = seats(cluster, slots, layout, range(len(slots)))
     after = seats(cluster, slots, layout, placement.new_rank_of)
     console.print(seat_table(before, after))
@@ -137,10 +137,10 @@ def _show_placement(cluster: Cluster, rates: Rates, options: argparse.Namespace,
     if not placement.changed:
         words.append("the launcher's order is kept: no other is predicted to be faster")
     for word in (*words, *placement.notes):
-        console.print(word, highlight=False)
+        console.print(word, highlight=False, soft_wrap=True)
     if options.html:
         Path(options.html).write_text(page(cluster, layout, placement, before, after, (*words, *placement.notes)))
-        console.print(f"written: {options.html}", highlight=False)
+        console.print(f"written: {options.html}", highlight=False, soft_wrap=True)
     return placement_dict(layout, placement, before, after, misfits)
 
 

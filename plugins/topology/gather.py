@@ -2,7 +2,7 @@
 
 It is: two exchanges, and the joining of what came back: ranks of one machine, hosts of one name, processes that see
 different GPUs. It is not: a probe, nor the transport: `exchange` is any all-gather of picklable objects (MPI's
-`comm.allgather`, or one over a torch store). Every rank gets the same cluster.
+`comm.allgather`, or `store_exchange`). Every rank gets the same cluster.
 """
 
 from __future__ import annotations
@@ -15,10 +15,27 @@ from dataclasses import replace
 from itertools import count
 from typing import Any
 
+from torch.distributed import Store  # type: ignore[attr-defined] # not in its __all__
+
 from parallax.plugins.topology.description import Cluster, Device, Link, LinkKind, Node, Slot, fabric_of
 
 Exchange = Callable[[Any], Sequence[Any]]
 """All-gather: takes this rank's object, returns all ranks' objects by rank."""
+
+
+def store_exchange(store: Store, rank: int, size: int) -> Exchange:
+    """All-gather of JSON values over a torch store, for processes that torchrun started (sequences arrive as lists).
+
+    Each call uses keys of its own; keep one exchange for each store, or wrap the store in a `PrefixStore`.
+    """
+    calls = count()
+
+    def exchange(value: Any) -> list[Any]:
+        call = next(calls)
+        store.set(f"topology/{call}/{rank}", json.dumps(value))
+        return [json.loads(text) for text in store.multi_get([f"topology/{call}/{k}" for k in range(size)])]
+
+    return exchange
 
 
 def gather_cluster(

@@ -81,7 +81,7 @@ def job_order(
         try:
             resolved = layout.resolve(len(cluster.slots))
             found = place(cluster, cluster.slots, resolved, traffic_of(resolved, model), rates)
-            check_fit(cluster, cluster.slots, resolved, on_misfit=on_misfit, placement=found, model=model, rates=rates)
+            check_fit(cluster, cluster.slots, layout, on_misfit=on_misfit, placement=found, model=model, rates=rates)
             answer = found.new_rank_of, None
         except ValueError as error:
             answer = (), str(error)

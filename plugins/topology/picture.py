@@ -18,7 +18,7 @@ Centre = Callable[[int], tuple[float, float]]
 """Where the device at a position is drawn."""
 MOST_NODES = 16
 """Nodes that are drawn; more would be too small to read."""
-STEP, RADIUS, PAD, TITLE = 92, 27, 22, 26
+STEP, RADIUS, PAD, TITLE = 96, 31, 22, 30
 BUS = 34
 """Height of the strip that stands for a switch."""
 
@@ -49,7 +49,7 @@ def draw(cluster: Cluster, seats: Sequence[Seat], title: str) -> str:
     boxes = [
         _box(node, [seat for seat in seats if seat.slot.node == number], homes) for number, node in enumerate(nodes)
     ]
-    columns = max(1, min(len(boxes), 1200 // max(width for _, width, _ in boxes)))
+    columns = max(1, min(len(boxes), 1240 // max(width for _, width, _ in boxes)))
     width = columns * max(width for _, width, _ in boxes)
     parts, x, y, row = [], 0, 0, 0
     for at, (text, wide, high) in enumerate(boxes):
@@ -119,9 +119,9 @@ def _links(node: Node, centre: Centre) -> list[str]:
             link = node.link(i, j)
             if link.kind.is_link:
                 (x1, y1), (x2, y2) = centre(i), centre(j)
-                bow = 26 if y1 == y2 and abs(x1 - x2) > STEP else 0
-                bow = -bow if y1 < TITLE + STEP else bow
-                bend = f"Q{(x1 + x2) / 2} {(y1 + y2) / 2 + 2 * bow} {x2} {y2}"
+                apart = abs(x1 - x2) / STEP if y1 == y2 else 0
+                bow = 22 * apart * (-1 if y1 < TITLE + STEP else 1) if apart > 1 else 0
+                bend = f"Q{(x1 + x2) / 2} {(y1 + y2) / 2 + bow} {x2} {y2}"
                 tip = f"<title>{i} - {j}: {link.kind.value}{link.count or ''}</title>"
                 wide = 1.5 + min(6.0, max(1, link.count) * 0.9)
                 lines.append(f'<path class="link" stroke-width="{wide}" d="M{x1} {y1}{bend}">{tip}</path>')
@@ -129,26 +129,22 @@ def _links(node: Node, centre: Centre) -> list[str]:
 
 
 def _device(x: float, y: float, number: int, name: str, seat: Seat | None, homes: Mapping[int, set[int]]) -> str:
-    label = f'<text class="id" x="{x}" y="{y + RADIUS + 12}">{number}</text>'
+    label = f'<text class="id" x="{x + RADIUS + 1}" y="{y - RADIUS + 8}">{number}</text>'
     if seat is None:
         tip = f"<title>{escape(name)}: no rank</title>"
         return f'<circle class="node" cx="{x}" cy="{y}" r="{RADIUS}">{tip}</circle>{label}'
     split = len(homes[seat.tp_group]) > 1
     tip = f"{seat.host} device {number} ({name}): rank {seat.rank}, {seat}; launched as rank {seat.launched}"
-    lines = _two_lines(seat)
-    texts = f'<text class="rank" x="{x}" y="{y - 4 if lines else y + 5}">{seat.rank}</text>' + "".join(
-        f'<text class="at" x="{x}" y="{y + 8 + 11 * k}">{escape(line)}</text>' for k, line in enumerate(lines)
+    words = str(seat).split()
+    lines = [" ".join(words[i : i + 2]) for i in range(0, len(words), 2)]
+    top = y + 5 - 5.5 * len(lines)
+    texts = f'<text class="rank" x="{x}" y="{top}">{seat.rank}</text>' + "".join(
+        f'<text class="at" x="{x}" y="{top + 12 + 11 * k}">{escape(line)}</text>' for k, line in enumerate(lines)
     )
     return (
         f'<g><title>{escape(tip)}</title><circle class="{"split" if split else "whole"}" cx="{x}" cy="{y}" '
         f'r="{RADIUS}" fill="{colour(seat.tp_group)}"/>{texts}{label}</g>'
     )
-
-
-def _two_lines(seat: Seat) -> list[str]:
-    words = str(seat).split()
-    half = ceil(len(words) / 2) if len(words) > 2 else len(words)
-    return [" ".join(part) for part in (words[:half], words[half:]) if part]
 
 
 def colour(group: int) -> str:

@@ -61,14 +61,15 @@ def test_a_third_partys_plugin_is_found_and_loaded(install: Install) -> None:
     assert _row("parallax.schedules", "zigzag") == Plugin(
         "parallax.schedules", "zigzag", "zigzag", "3.1", "px_zigzag:make", None
     )
-    assert names("parallax.probes") == ["clock"]
+    assert "clock" in names("parallax.probes")
 
 
 def test_a_plugin_that_is_gone_is_gone(install: Install) -> None:
+    before = names("parallax.probes")
     install("brief", "[parallax.probes]\nbrief = math:sqrt\n")
-    assert names("parallax.probes") == ["brief"]
+    assert names("parallax.probes") == sorted([*before, "brief"])
     sys.path.pop(0)
-    assert names("parallax.probes") == []
+    assert names("parallax.probes") == before
 
 
 def test_one_distribution_found_twice_is_no_clash(install: Install) -> None:
@@ -103,7 +104,7 @@ def test_a_clash_names_both_distributions_and_harms_no_other_plugin(install: Ins
 )
 def test_a_failed_import_names_the_distribution(install: Install, source: str, reason: str) -> None:
     install("broken", "[parallax.probes]\nbroken = px_broken:probe\n", px_broken=source)
-    assert names("parallax.probes") == ["broken"]
+    assert "broken" in names("parallax.probes")
     with pytest.raises(PluginError, match=rf"probe 'broken' of broken 1\.0 \(px_broken:probe\).*{reason}"):
         load("parallax.probes", "broken")
     assert reason in str(_row("parallax.probes", "broken").error)
@@ -166,8 +167,14 @@ def test_unknown_names_get_the_nearest() -> None:
         load("parallax.schedules", "gpip")
     with pytest.raises(ValueError, match="unknown plugin group 'parallax.schedule'; did you mean 'parallax.schedules'"):
         names("parallax.schedule")
-    with pytest.raises(ValueError, match="no probe 'nvml': no installed distribution"):
-        load("parallax.probes", "nvml")
+    with pytest.raises(ValueError, match="unknown probe 'nvm'; did you mean 'nvml'"):
+        load("parallax.probes", "nvm")
+
+
+def test_a_group_without_plugins_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "GROUPS", {"parallax.nobody_has_this": "thing"})
+    with pytest.raises(ValueError, match="no thing 'x': no installed distribution has an entry point in parallax.nob"):
+        load("parallax.nobody_has_this", "x")
 
 
 def test_the_registry_keeps_nothing() -> None:

@@ -20,7 +20,7 @@ from parallax.plugins.topology.text.matrix import CaptureError, Table
 
 _KINDS = {"XGMI": LinkKind.XGMI, "PCIE": LinkKind.PCIE}
 _PAIR = re.compile(r'type between (?:DRM )?devices (\d+) and (\d+)"?\s*[:,]\s*"?(\w+)', re.IGNORECASE)
-_NUMA = re.compile(r"(?:GPU|card)\D?(\d+)\D[^\n]{0,40}?Numa (Node|Affinity)\W{1,6}(-?\d+)", re.IGNORECASE)
+_NUMA = re.compile(r"(?:GPU|card)\D?(\d+)\D[^\n]{0,40}?Numa (Node|Affinity)[^\w\-]{1,6}(-?\d+)", re.IGNORECASE)
 
 
 def is_amd(tables: Sequence[Table], text: str) -> bool:

@@ -39,9 +39,9 @@ def read_link(cell: str) -> Link | None:
 
 
 def is_path_table(table: Table) -> bool:
-    """Whether its cells are of this family: any known path, or nothing but "self" (one GPU)."""
-    cells = [cell for row in table.rows.values() for cell in row]
-    return any(read_link(cell) for cell in cells) or (bool(cells) and all(cell in SELF for cell in cells))
+    """Whether its cells are of this family: a known path, or "self" among anything but capabilities."""
+    cells = {cell for row in table.rows.values() for cell in row}
+    return any(read_link(cell) for cell in cells) or (bool(cells & SELF) and not is_capability_table(table))
 
 
 def is_capability_table(table: Table) -> bool:

@@ -3,7 +3,7 @@
 It is: a reader of any such table (`nvidia-smi topo -m`, `rocm-smi --showtopo`, `amd-smi topology`, `xpu-smi topology
 -m`), by these rules only:
 
-- A header is a run of distinct names that starts with a GPU, perhaps affinity columns, then the first GPU's row.
+- A header is a run of distinct names that starts with a GPU, perhaps affinity columns, then a row.
 - A row is a name of the header followed by as many cells as the header has names; a row goes on in the next line
   while cells are missing and the line starts with a cell. Text before the name, and after the cells, is not read.
 - Anything else (prompts, prose, legends, other tables, blank lines) is passed over.
@@ -112,7 +112,7 @@ def _header_at(words: Words, i: int) -> tuple[Table, int] | None:
     names = [_name(tokens[i])]
     j = i + 1
     while j < len(tokens) and (tokens[j].is_label or tokens[j].is_nic) and _name(tokens[j]) not in names:
-        if tokens[j].line != tokens[j - 1].line and _row_in(tokens, j, names[0]):
+        if tokens[j].line != tokens[j - 1].line and _row_in(tokens, j, names):
             break
         names.append(_name(tokens[j]))
         j += 1
@@ -121,18 +121,18 @@ def _header_at(words: Words, i: int) -> tuple[Table, int] | None:
     end = j
     while j < len(tokens) and tokens[j].is_column:
         j += 1
-    if j >= len(tokens) or not _row_in(tokens, j, names[0]):
+    if j >= len(tokens) or not _row_in(tokens, j, names):
         return None
     columns = _columns(tokens[end:j])
     title, gpus = _title(words, tokens[i]), sum(map(_is_gpu, names))
     return Table(title, names, gpus, list(columns), list(columns.values())), j
 
 
-def _row_in(tokens: Sequence[Token], j: int, name: str) -> bool:
-    """Whether the line of token `j` holds the start of the row of `name`, at `j` or behind a prefix."""
+def _row_in(tokens: Sequence[Token], j: int, names: Sequence[str]) -> bool:
+    """Whether the line of token `j` holds the start of a row, at `j` or behind a prefix."""
     line = tokens[j].line
     while j + 1 < len(tokens) and tokens[j].line == line:
-        if tokens[j].is_label and _name(tokens[j]) == name:
+        if _name(tokens[j]) in names:
             return _is_cell_like(tokens[j + 1])
         j += 1
     return False
@@ -265,7 +265,7 @@ def _is_gpu(name: str) -> bool:
 
 
 def _is_cell_like(token: Token) -> bool:
-    return token.is_cell or token.is_status or token.is_number
+    return token.is_cell or token.is_status or token.is_number or token.is_odd
 
 
 def _list(names: Sequence[str]) -> str:

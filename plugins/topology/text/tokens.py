@@ -18,6 +18,7 @@ _GPU = re.compile(r"\bGPU[ ]?\[?(\d+(?:/\d+)?)\]?(?=[\s:]|$)", re.IGNORECASE)
 
 _LABEL = re.compile(r"^(?:GPU\d+(?:/\d+)?|[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-9a-f])$", re.IGNORECASE)
 _CELL = re.compile(r"^(?:X|S|SELF|NV\d+|SYS|SOC|NODE|PHB|PXB|PIX|MDF|XL(?:\d+|\*)|XGMI|PCIE)$", re.IGNORECASE)
+_ODD = re.compile(r"^(?:UNKNOWN|ERR(?:OR)?!?|FAIL(?:ED)?|NONE|\?+)$", re.IGNORECASE)
 _STATUS = re.compile(r"^(?:OK|CNS|GNS|TNS|NS|DR|U)$")
 _NIC = re.compile(r"^[A-Za-z][\w.\-]*\d\w*$")
 _NIC_END = re.compile(r"^\w{1,12}$")
@@ -57,6 +58,11 @@ class Token:
     def is_status(self) -> bool:
         """A cell of a peer-to-peer capability matrix."""
         return bool(_STATUS.match(self.text))
+
+    @property
+    def is_odd(self) -> bool:
+        """What a tool prints in place of a path that it could not find out."""
+        return bool(_ODD.match(self.text))
 
     @property
     def is_nic(self) -> bool:
