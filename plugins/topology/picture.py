@@ -22,26 +22,28 @@ STEP, RADIUS, PAD, TITLE = 96, 31, 22, 30
 BUS = 34
 """Height of the strip that stands for a switch."""
 
-STYLE = """
+DRAWING = """
 :root{--ink:#1c2430;--soft:#5b6675;--line:#c6ced9;--box:#f6f8fb;--page:#fff;--link:#7f8ea3}
 @media(prefers-color-scheme:dark){
 :root{--ink:#e6ebf2;--soft:#9aa7b8;--line:#3a4553;--box:#1b222c;--page:#12171e;--link:#76879d}}
-body{font:15px/1.5 system-ui,sans-serif;color:var(--ink);background:var(--page);margin:2rem auto;max-width:1200px;
-padding:0 1rem}
-svg{max-width:100%;height:auto;display:block}h1{font-size:1.5rem}h2{font-size:1.15rem;margin-top:2rem}
 .node{fill:var(--box);stroke:var(--line)}.name{font:600 13px system-ui,sans-serif;fill:var(--ink)}
 .fabric{font:12px system-ui,sans-serif;fill:var(--soft)}.link{stroke:var(--link);fill:none}
 .switch{fill:var(--line)}.rank{font:600 14px system-ui,sans-serif;fill:#111;text-anchor:middle}
 .at{font:10.5px system-ui,sans-serif;fill:#111;text-anchor:middle}
 .id{font:10.5px system-ui,sans-serif;fill:var(--soft);text-anchor:middle}
 .split{stroke:#d23b2f;stroke-width:3.5;stroke-dasharray:6 3}.whole{stroke:#0004;stroke-width:1}
+"""
+PAGE = """
+body{font:15px/1.5 system-ui,sans-serif;color:var(--ink);background:var(--page);margin:2rem auto;max-width:1240px;
+padding:0 1rem}
+svg{max-width:100%;height:auto;display:block}h1{font-size:1.5rem}h2{font-size:1.15rem;margin-top:2rem}
 .scroll{overflow-x:auto}table{border-collapse:collapse}td,th{padding:.25rem .9rem;border-bottom:1px solid var(--line);
 text-align:right}td:first-child,th:first-child{text-align:left}p{color:var(--soft)}
 """
 
 
 def draw(cluster: Cluster, seats: Sequence[Seat], title: str) -> str:
-    """SVG of the first `MOST_NODES` nodes; a group with a dashed red rim has members on several nodes."""
+    """SVG, complete in itself, of the first `MOST_NODES` nodes; a group with a dashed red rim has members on several nodes."""
     nodes = cluster.nodes[:MOST_NODES]
     homes: dict[int, set[int]] = {}
     for seat in seats:
@@ -59,7 +61,7 @@ def draw(cluster: Cluster, seats: Sequence[Seat], title: str) -> str:
         x, row = x + wide, max(row, high)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {y + row}" width="{width}" role="img" '
-        f'aria-label="{escape(title)}">{"".join(parts)}</svg>'
+        f'aria-label="{escape(title)}"><style>{DRAWING}</style>{"".join(parts)}</svg>'
     )
 
 
@@ -178,7 +180,7 @@ def page(
     title = f"{layout} on {layout.world_size} ranks, {len(cluster.nodes)} nodes"
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" '
-        f'content="width=device-width"><title>{escape(title)}</title><style>{STYLE}</style></head><body>'
+        f'content="width=device-width"><title>{escape(title)}</title><style>{PAGE}</style></head><body>'
         f"<h1>{escape(title)}</h1>"
         f"<p>A circle is a device with its global rank and coordinates; one colour is one tensor-parallel group, a "
         f"dashed red rim marks a group that lies on several nodes.{left}</p>{drawings}"

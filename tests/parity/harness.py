@@ -56,10 +56,12 @@ class GivenEnvironment(ClusterEnvironment):
 class Lit(LightningModule):
     """An ordinary LightningModule around one of the models."""
 
-    def __init__(self, name: str, dtype: torch.dtype) -> None:
+    def __init__(self, name: str, dtype: torch.dtype, recompute: bool = False) -> None:
         super().__init__()
         self.kind, self.width = name, dtype
-        self.model = build(name, dtype)
+        self.model: Any = build(name, dtype)
+        if recompute:
+            self.model.gradient_checkpointing_enable()
 
     def training_step(self, batch: Any, index: int) -> Tensor:
         loss = BUILD[self.kind][1](self.model, batch)
@@ -100,11 +102,19 @@ class Watch(Callback):
 
 
 def train_rank(
-    rank: int, world: int, name: str, dtype: torch.dtype, layout: str, options: dict[str, Any], scale: float = 0.0
+    rank: int,
+    world: int,
+    name: str,
+    dtype: torch.dtype,
+    layout: str,
+    options: dict[str, Any],
+    scale: float = 0.0,
+    recompute: bool = False,
 ) -> Any:
     """One rank's training. Returns its `Run`, how each of its tensors sits in the whole one, and the final loss scale.
 
-    `options` go to the strategy; `scale` is the first loss scale of 16-mixed.
+    `options` go to the strategy; `scale` is the first loss scale of 16-mixed; `recompute` turns on activation
+    recomputation as transformers does it.
     """
     strategy = ParallaxStrategy(layout, cluster_environment=GivenEnvironment(rank, world), **options)
     watch = Watch()
@@ -125,7 +135,7 @@ def train_rank(
     plugin: Any = trainer.precision_plugin
     if scale:
         plugin.scale.value = scale
-    module = Lit(name, dtype)
+    module = Lit(name, dtype, recompute)
     sizes = strategy.requested_layout.resolve(world).axis_sizes()
     trainer.fit(module, loader(name, sizes["dp"], coordinates(rank, sizes)["dp"]))
     names = [n for n, _ in module.named_parameters()]

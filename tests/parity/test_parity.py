@@ -85,6 +85,21 @@ def zero_in_theory(exact: reference.Run) -> set[str]:
     return {n for n, t in exact.first_grads.items() if float(t.abs().max()) < 1e-13 * largest}
 
 
+RECOMPUTED = ["tp2 pp2 mb2", "pp2 dp2 zero3 mb2", "tp2 dp2 zero2"]
+
+
+def recomputed(rank: int, world: int) -> dict[str, Any]:
+    return {la: harness.train_rank(rank, world, "llama", torch.float64, la, {}, recompute=True) for la in RECOMPUTED}
+
+
+@pytest.mark.limit(200)
+def test_activation_recomputation_changes_nothing(references: Any) -> None:
+    ranks = run_ranks(4, recomputed, timeout=120)
+    want = references("llama", torch.float64)
+    for layout in RECOMPUTED:
+        assert_equal([r[layout] for r in ranks], want, zero_in_theory(want), TOLERANCE[torch.float64])
+
+
 @pytest.mark.limit(240)
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=["fp64", "fp32"])
 @pytest.mark.parametrize(("model", "layout", "n"), CASES, ids=[f"{m}-{la.replace(' ', '_')}" for m, la, _ in CASES])

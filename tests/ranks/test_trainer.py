@@ -180,6 +180,49 @@ def test_logging_evaluation_and_prediction(tmp_path: Path) -> None:
     assert [float(lr) for lr in lrs if lr] == [1e-2, 5e-3]
 
 
+# Schedulers by epoch
+
+
+class ByEpoch(Lit):
+    def configure_optimizers(self) -> Any:
+        opt = torch.optim.SGD(self.parameters(), lr=0.5)
+        return [opt], [torch.optim.lr_scheduler.ExponentialLR(opt, 0.5)]
+
+
+def by_epoch_rank(rank: int, world: int, layout: str) -> Any:
+    t = trainer(rank, world, layout, max_epochs=3)
+    module = ByEpoch()
+    before: list[float] = []
+    module.on_train_epoch_start = lambda: before.append(t.optimizers[0].param_groups[0]["lr"])  # type: ignore[method-assign]
+    t.fit(module, loader(t, batch=ROWS // 2))
+    out = before, weights(t)
+    close(t)
+    return out
+
+
+@pytest.mark.parametrize("layout", ["pp2 dp2 mb2", "tp2 dp2 zero3"])
+def test_a_scheduler_by_epoch_drives_the_sharded_optimizer(layout: str) -> None:
+    model = build("plain", torch.float64)
+    ids, labels = data()
+    for lr in (0.5, 0.25, 0.125):
+        model.zero_grad()
+        F.cross_entropy(model(ids).flatten(0, 1), labels.flatten()).backward()
+        with torch.no_grad():
+            for param in model.parameters():
+                param -= lr * param.grad  # type: ignore[operator]
+    parts = run_ranks(4, by_epoch_rank, layout, timeout=100)
+    for lrs, got in parts:
+        assert lrs == [0.5, 0.25, 0.125]
+        if layout.startswith("pp2"):
+            agrees(got, model)
+    norm = "model.norm.weight"  # whole on every rank of tp
+    for _, got in parts:
+        if norm in got:
+            torch.testing.assert_close(
+                got[norm], dict(model.named_parameters())["norm.weight"].detach(), rtol=1e-9, atol=1e-9
+            )
+
+
 # Early stopping
 
 
