@@ -43,7 +43,7 @@ text-align:right}td:first-child,th:first-child{text-align:left}p{color:var(--sof
 
 
 def draw(cluster: Cluster, seats: Sequence[Seat], title: str) -> str:
-    """SVG, complete in itself, of the first `MOST_NODES` nodes; a group with a dashed red rim has members on several nodes."""
+    """SVG, complete in itself, of the first `MOST_NODES` nodes. A dashed red rim: the group lies on several nodes."""
     nodes = cluster.nodes[:MOST_NODES]
     homes: dict[int, set[int]] = {}
     for seat in seats:

@@ -69,7 +69,7 @@ class Sites:
     Attributes:
         node: number of the node, numbered so that nodes of one island are neighbours. int64 [N].
         island: number of the island. int64 [N].
-        ordinal: place among the slots of the node. int64 [N].
+        ordinal: place among the slots of the node, by device. int64 [N].
         kind: number of the node's kind. int64 [N].
         key: number of the multi-node fabric the device is in, -1 for none. int64 [N].
         kinds: the kinds.
@@ -105,6 +105,8 @@ class Sites:
         on: dict[int, list[int]] = {}
         for slot, place in enumerate(slots):
             on.setdefault(place.node, []).append(slot)
+        for mine in on.values():  # by device, so that nodes differ in kind by their links and not by their ranks
+            mine.sort(key=lambda slot: slots[slot].device or 0)
         islands = _islands(cluster, slots, on)
         kinds, kind_of = _kinds(cluster, slots, on, rates)
         rows: list[tuple[int, ...]] = [()] * len(slots)
