@@ -7,6 +7,7 @@ It is: everything that needs ranks but no model. It is not: where parallelism is
 from __future__ import annotations
 
 import atexit
+import socket
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
@@ -14,6 +15,7 @@ from uuid import uuid4
 
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.utilities.distributed import ReduceOp
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -26,7 +28,9 @@ from parallax.plugins.launch import (
     local_world_size,
     mark_shared,
 )
+from parallax.plugins.launch.choose import node_count
 from parallax.plugins.launch.detect import mpi_launch
+from parallax.plugins.launch.order import Order, OrderOptions, settle_order
 from parallax.plugins.launch.rank_zero import set_printing_rank
 from parallax.plugins.launch.script_launcher import ScriptLauncher
 from parallax.strategies.agreement import Agreement
@@ -39,6 +43,8 @@ class ProcessStrategy(ParallelStrategy):
     """Joins the processes of a job into a mesh.
 
     Args:
+        layout: as asked for, not resolved.
+        order: what is wanted of the order of the ranks.
         timeout: how long a collective may wait before it fails with the names of those it waits for.
         backend: of the process group; None takes "nccl" on GPU and "gloo" on CPU.
         cluster_environment: None lets Lightning choose, except under mpirun, which it may take for srun.
@@ -48,6 +54,8 @@ class ProcessStrategy(ParallelStrategy):
     def __init__(
         self,
         *,
+        layout: Layout,
+        order: OrderOptions,
         timeout: timedelta,
         backend: str | None,
         cluster_environment: ClusterEnvironment | None,
@@ -57,6 +65,9 @@ class ProcessStrategy(ParallelStrategy):
             cluster_environment = choose_environment()
         super().__init__(cluster_environment=cluster_environment, **options)
         self.num_nodes = 1
+        self.requested_layout = layout
+        self._order_options = order
+        self._order: Order | None = None
         self._timeout, self._backend = timeout, backend
         self._connection: Connection | None = None
         self._mesh: Mesh | None = None
@@ -81,7 +92,11 @@ class ProcessStrategy(ParallelStrategy):
 
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
+        if self.num_nodes == 1:  # not given, or on one node: a launcher knows
+            self.num_nodes = node_count(self.cluster_environment, 1)
         self._set_world_ranks()
+        if not isinstance(self.cluster_environment, LightningEnvironment):  # whose processes are started later
+            self._settle_order()
         self._launcher = ScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def _set_world_ranks(self) -> None:
@@ -91,6 +106,22 @@ class ProcessStrategy(ParallelStrategy):
             env.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             env.set_world_size(self.num_nodes * self.num_processes)
         set_printing_rank(env.global_rank())
+
+    def _settle_order(self) -> None:
+        """Let this process have another rank than the launcher gave it, if that brings its peers closer. Once."""
+        assert self.cluster_environment is not None
+        if self._order is not None or self._connection is not None:
+            return
+        self._order = settle_order(
+            self.cluster_environment,
+            self.requested_layout,
+            self._order_options,
+            device=None if self.root_device.type == "cpu" else self.root_device.index,
+            nodes=self.num_nodes,
+            timeout=self._timeout,
+        )
+        if self._order is not None:
+            self.cluster_environment = self._order.environment
 
     def _join(self, layout: Layout) -> None:
         """Join the process group and build the mesh of the resolved `layout`, once for the life of the strategy."""
@@ -136,6 +167,12 @@ class ProcessStrategy(ParallelStrategy):
         if self._mesh is None:
             raise RuntimeError("the mesh is not known before Trainer.fit (or validate, test, predict) has started")
         return self._mesh
+
+    @property
+    def place(self) -> str:
+        """Host and device of this rank, for people."""
+        device = "" if self.root_device.type == "cpu" else f" {self.root_device}"
+        return f"{socket.gethostname()}{device}"
 
     @property
     def is_distributed(self) -> bool:

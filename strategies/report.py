@@ -18,7 +18,9 @@ MAX_ROWS = 16
 """Longest table printed with one row a rank; beyond it, neighbours along the innermost axes share a row."""
 
 
-def rank_table(layout: Layout, holds: Mapping[int, str] | None = None) -> Table:
+def rank_table(
+    layout: Layout, holds: Mapping[int, str] | None = None, places: Mapping[int, str] | None = None
+) -> Table:
     """Coordinates of every rank of a resolved `layout`, as a rich table.
 
     Up to `MAX_ROWS` ranks have a row each. In larger worlds ranks that differ only along the innermost axes share a
@@ -26,7 +28,8 @@ def rank_table(layout: Layout, holds: Mapping[int, str] | None = None) -> Table:
 
     Args:
         layout: the resolved layout.
-        holds: rank -> what it holds, for a last column. Ranks of one row that hold the same say it once.
+        holds: rank -> what it holds, for a column. Ranks of one row that hold the same say it once.
+        places: rank -> host and device, for a last column, likewise.
     """
     at = _coordinates(layout)
     columns = [axis for axis in (*AXES, "ep") if axis in at[0]]
@@ -34,11 +37,12 @@ def rank_table(layout: Layout, holds: Mapping[int, str] | None = None) -> Table:
     table = Table(title=title, title_justify="left", min_width=len(title))
     for column in ("rank", *columns):
         table.add_column(column, justify="right", no_wrap=True)
-    if holds is not None:
-        table.add_column("holds")
+    texts = [(name, column) for name, column in (("holds", holds), ("on", places)) if column is not None]
+    for name, _ in texts:
+        table.add_column(name)
     for ranks in _rows(layout, at):
         cells = [ranges(ranks), *(ranges(at[rank][column] for rank in ranks) for column in columns)]
-        table.add_row(*cells, *([_held(ranks, holds)] if holds is not None else []))
+        table.add_row(*cells, *(_held(ranks, column) for _, column in texts))
     return table
 
 

@@ -21,9 +21,8 @@ from torch import nn
 from parallax.plugins import registry
 from parallax.plugins.base import ParallelPlugin, ParamShard
 from parallax.plugins.data.base import DataEngine, StepResult
-from parallax.plugins.launch import (
-    same_on_every_rank,
-)
+from parallax.plugins.launch import same_on_every_rank
+from parallax.plugins.launch.order import OrderOptions
 from parallax.strategies import checkpoint, refusals
 from parallax.strategies.announce import announce
 from parallax.strategies.assemble import agree_on_weights, make_plugins, owned_lookup, shard_lookup
@@ -48,6 +47,11 @@ class ParallaxStrategy(ProcessStrategy):
         precision: overrides the Trainer's; the only way to get 16-mixed on CPU, where Lightning replaces it.
         timeout: how long a collective may wait before it fails with the names of those it waits for.
         process_group_backend: "nccl" on GPU and "gloo" on CPU when None.
+        reorder_ranks: give the ranks to the processes so that those that talk most are closest. "auto" looks at the
+            machines where there are several or accelerators are used; True always, and it is an error when they cannot
+            be described; "measure" also measures the network; False keeps the launcher's order. Or the new rank of each
+            of the launcher's ranks.
+        topology: "warn", "error" or "off" when tp or ep leaves the fast domain (NVLink or the like; else the node).
         layout_options: layout fields by keyword, e.g. `num_microbatches=4`; they may not contradict `layout`.
 
     Raises:
@@ -65,6 +69,8 @@ class ParallaxStrategy(ProcessStrategy):
         precision: str | None = None,
         timeout: timedelta = timedelta(minutes=10),
         process_group_backend: str | None = None,
+        reorder_ranks: bool | str | Sequence[int] = "auto",
+        topology: str = "warn",
         accelerator: Any = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -72,9 +78,12 @@ class ParallaxStrategy(ProcessStrategy):
         **layout_options: Any,
     ) -> None:
         with same_on_every_rank():
-            self.requested_layout = Layout.from_any(layout, **layout_options)
+            asked = Layout.from_any(layout, **layout_options)
+            order = OrderOptions(reorder_ranks, topology)
             precision_plugin = ParallaxPrecision(precision) if precision is not None else None
         super().__init__(
+            layout=asked,
+            order=order,
             timeout=timeout,
             backend=process_group_backend,
             accelerator=accelerator,
@@ -130,9 +139,10 @@ class ParallaxStrategy(ProcessStrategy):
     # Set-up
 
     def setup_environment(self) -> None:
-        """Join the process group, settle the layout and build the mesh."""
+        """Settle the layout, join the process group and build the mesh."""
         assert self.cluster_environment is not None
         self._set_world_ranks()
+        self._settle_order()
         super().setup_environment()
         with same_on_every_rank():
             layout = self.requested_layout.resolve(self.world_size)
@@ -183,7 +193,7 @@ class ParallaxStrategy(ProcessStrategy):
                 self._engine = self._make_engine(self.lightning_module, training=training)
             self._agreed.clear()
             count_samples_once(self.lightning_module, self.mesh)
-            announce(self.mesh, self._plugins, self.lightning_module)
+            announce(self.mesh, self._plugins, self.lightning_module, self.place, self._order)
 
     @property
     def _precision(self) -> ParallaxPrecision:

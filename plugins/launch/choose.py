@@ -17,6 +17,7 @@ from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvir
 
 from parallax.plugins.launch.detect import torchelastic
 from parallax.plugins.launch.mpi import ParallaxMPIEnvironment
+from parallax.plugins.launch.placed import PlacedEnvironment
 
 
 def choose_environment() -> ClusterEnvironment:
@@ -45,6 +46,8 @@ def local_world_size(environment: ClusterEnvironment) -> int | None:
     With `Trainer(devices="auto")` on CPU, Lightning takes one device; under a launcher the number of devices must be
     this one.
     """
+    if isinstance(environment, PlacedEnvironment):
+        return local_world_size(environment.inner)
     if isinstance(environment, ParallaxMPIEnvironment):
         return environment.local_size
     if isinstance(environment, TorchElasticEnvironment):
@@ -52,6 +55,17 @@ def local_world_size(environment: ClusterEnvironment) -> int | None:
     if isinstance(environment, SLURMEnvironment):
         return _slurm_tasks(environment.node_rank())
     return None
+
+
+def node_count(environment: ClusterEnvironment, asked: int) -> int:
+    """Number of nodes of the job; `asked` (the Trainer's num_nodes) where no launcher tells.
+
+    It only has to be right about one or more.
+    """
+    if isinstance(environment, ParallaxMPIEnvironment):
+        return environment.num_nodes
+    here = local_world_size(environment)
+    return asked if here is None else -(-environment.world_size() // here)
 
 
 def _slurm_tasks(node: int) -> int | None:

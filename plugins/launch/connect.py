@@ -14,6 +14,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 
 from parallax.plugins.launch.mpi import ParallaxMPIEnvironment
+from parallax.plugins.launch.placed import PlacedEnvironment
 
 
 @dataclass
@@ -73,6 +74,8 @@ def init_distributed(environment: ClusterEnvironment, backend: str, timeout: tim
         "MASTER_ADDR": environment.main_address,
         "MASTER_PORT": str(environment.main_port),
     }
+    if isinstance(environment, (ParallaxMPIEnvironment, PlacedEnvironment)):
+        wanted["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # whoever else reads these joins our store and opens none
     connection = Connection(rank, size, True, {key: os.environ.get(key) for key in wanted})
     os.environ.update(wanted)
     try:
@@ -86,7 +89,7 @@ def init_distributed(environment: ClusterEnvironment, backend: str, timeout: tim
 
 
 def _join(environment: ClusterEnvironment, backend: str, timeout: timedelta, rank: int, size: int) -> None:
-    if isinstance(environment, ParallaxMPIEnvironment):
+    if isinstance(environment, (ParallaxMPIEnvironment, PlacedEnvironment)):
         store = environment.store()
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     else:

@@ -16,7 +16,7 @@ class MPILaunch:
     """What an MPI launcher says about this process.
 
     Attributes:
-        launcher: "Open MPI", "MPICH" (also Intel MPI: both use Hydra) or "PMIx".
+        launcher: "Open MPI", "MPICH", "Intel MPI" (both use Hydra; Intel's sets I_MPI_ variables) or "PMIx".
         rank: rank in MPI_COMM_WORLD.
         size: size of MPI_COMM_WORLD; None when the launcher does not say (PMIx alone).
         local_rank: slot on this node; None when the launcher does not say.
@@ -48,7 +48,9 @@ def mpi_launch(environ: Mapping[str, str] | None = None) -> MPILaunch | None:
             _optional(env, "OMPI_COMM_WORLD_LOCAL_RANK"),
         )
     if "PMI_RANK" in env and "PMI_SIZE" in env and "MPI_LOCALNRANKS" in env:
-        return MPILaunch("MPICH", int(env["PMI_RANK"]), int(env["PMI_SIZE"]), _optional(env, "MPI_LOCALRANKID"))
+        intel = any(key.startswith("I_MPI_") and key != "I_MPI_ROOT" for key in env)  # ROOT: merely installed
+        name = "Intel MPI" if intel else "MPICH"
+        return MPILaunch(name, int(env["PMI_RANK"]), int(env["PMI_SIZE"]), _optional(env, "MPI_LOCALRANKID"))
     if "PMIX_RANK" in env and "SLURM_STEP_ID" not in env:
         return MPILaunch("PMIx", int(env["PMIX_RANK"]), None, None)
     return None

@@ -2,7 +2,8 @@
 
 It is: the mark of an error that all ranks share (`mark_shared`, `same_on_every_rank`), and an excepthook that
 prints such an error on rank 0 only, and that calls MPI_Abort for any other error, because under mpirun a failed
-rank otherwise waits for ever in MPI_Finalize. It is not: a watchdog for lost nodes.
+rank otherwise waits for ever in MPI_Finalize. The same for a script that one rank leaves by `sys.exit`
+(`leave_together`). It is not: a watchdog for lost nodes (`watchdog.py`).
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ QUIET_EXIT_WAIT = 3.0
 """Seconds a rank with a shared error waits for rank 0 to print it: launchers kill all when the first one ends."""
 BLAME_WAIT = 3.0
 """Seconds a rank that only lost contact with a peer waits before it speaks, so that the culprit speaks first."""
+EXIT_WAIT = 5.0
+"""Seconds a rank that left by `sys.exit(1)` waits for the others to do the same before it ends the job."""
 GATHER_WAIT = 10.0
 """Seconds the ranks wait for each other, under MPI, before they conclude that an error is not shared after all."""
 FORWARD_WAIT = 0.2
@@ -69,29 +72,58 @@ def install_excepthook() -> None:
     sys.excepthook = hook
 
 
+@contextmanager
+def leave_together() -> Iterator[None]:
+    """SystemExit with a failure inside ends the job, under MPI, unless all ranks leave.
+
+    The excepthook does not see it. Ranks that leave together end in order, each with its own status.
+    """
+    try:
+        yield
+    except SystemExit as error:
+        comm = _mpi_world()
+        if comm is not None and error.code not in (None, 0) and not _meet(comm, EXIT_WAIT):
+            status = error.code if isinstance(error.code, int) else 1
+            place = launched_rank() or (0, None)
+            _say(f"\n{_title(place)}\nSystemExit: {error.code}")
+            time.sleep(FORWARD_WAIT)
+            comm.Abort(status & 255 or 1)
+        raise
+
+
 def _handle(before: Hook, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     place = launched_rank()
     if place is None or place[1] == 1 or isinstance(error, KeyboardInterrupt):
         before(kind, error, trace)
         return
-    rank, size = printing_rank(), place[1]  # its rank now: the launcher's may have been reordered
     comm = _mpi_world()
     if is_shared(error):
+        rank = printing_rank()
         if rank == 0:
             _show(before, kind, error, trace)
         if comm is None:
             time.sleep(0 if rank == 0 else QUIET_EXIT_WAIT)
-        elif not _meet(comm):
+        elif not _meet(comm, GATHER_WAIT):
             comm.Abort(1)
         return
     if lost_peer(error):
         time.sleep(BLAME_WAIT)
-    of = "" if size is None else f" of {size}"
-    title = f"\nrank {rank}{of} on {socket.gethostname()} failed at {time.strftime('%H:%M:%S')}:"
-    _show(before, kind, error, trace, title)
+    _show(before, kind, error, trace, f"\n{_title(place)}")
     if comm is not None:
         time.sleep(FORWARD_WAIT)
         comm.Abort(1)
+
+
+def _title(place: tuple[int, int | None]) -> str:
+    """Which rank failed; `parallax launch` reads it (`ranklog.py`)."""
+    rank, (launched, size) = printing_rank(), place  # its rank now: the launcher's may have been reordered
+    of = "" if size is None else f" of {size}"
+    also = "" if rank == launched else f" (started as rank {launched})"
+    return f"rank {rank}{of}{also} on {socket.gethostname()} failed at {time.strftime('%H:%M:%S')}:"
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.__stderr__ or sys.stderr, flush=True)
 
 
 def _show(
@@ -117,10 +149,10 @@ def _mpi_world() -> Any:
     return module.COMM_WORLD if module.COMM_WORLD.size > 1 else None
 
 
-def _meet(comm: Any) -> bool:
-    """Whether all ranks come here within `GATHER_WAIT`; then MPI_Finalize at exit does not wait in vain."""
+def _meet(comm: Any, seconds: float) -> bool:
+    """Whether all ranks come here in this time; then MPI_Finalize at exit does not wait in vain."""
     request = comm.Ibarrier()
-    deadline = time.monotonic() + GATHER_WAIT
+    deadline = time.monotonic() + seconds
     while not request.Test():
         if time.monotonic() > deadline:
             return False

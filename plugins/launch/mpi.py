@@ -20,6 +20,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined] #
 from parallax.plugins.launch import rendezvous
 from parallax.plugins.launch.detect import MPILaunch, mpi_launch
 from parallax.plugins.launch.errors import mark_shared, same_on_every_rank
+from parallax.plugins.launch.placed import check_permutation
 from parallax.plugins.launch.rank_zero import set_printing_rank
 
 INSTALL = "pip install 'lightning-parallax[mpi]'"
@@ -62,7 +63,7 @@ class ParallaxMPIEnvironment(ClusterEnvironment):
     DeepSpeed insists that it equals OMPI_COMM_WORLD_LOCAL_RANK.
 
     Args:
-        new_rank_of: the global rank of each MPI rank, the same list on every rank; None keeps MPI's order.
+        new_rank_of: the global rank of each MPI rank, the same list on every rank; None keeps MPI's order for now.
         timeout: how long ranks wait for the meeting point.
 
     Raises:
@@ -74,22 +75,40 @@ class ParallaxMPIEnvironment(ClusterEnvironment):
         launch = mpi_launch()
         mpi = load_mpi(launch)
         world = mpi.COMM_WORLD
-        order = list(range(world.size)) if new_rank_of is None else list(new_rank_of)
-        with same_on_every_rank():
-            if sorted(order) != list(range(world.size)):
-                raise ValueError(f"new_rank_of must hold each of 0..{world.size - 1} once, got {order}")
-        self._comm = world.Split(0, key=order[world.rank])
-        node = world.Split_type(mpi.COMM_TYPE_SHARED)
-        self.local_size: int = node.size
+        self._world = world
+        self._node = world.Split_type(mpi.COMM_TYPE_SHARED)
+        self.local_size: int = self._node.size
         slot = None if launch is None else launch.local_rank
-        self._local_rank: int = node.rank if slot is None else slot
-        leaders = sorted(set(world.allgather(node.bcast(world.rank))))
-        self._node_rank = leaders.index(node.bcast(world.rank))
-        self.num_nodes = len(leaders)
+        self._local_rank: int = self._node.rank if slot is None else slot
         self._timeout = timeout
         self._meetings = 0
         self._meeting: rendezvous.Meeting | None = None
+        self.reorder(range(world.size) if new_rank_of is None else new_rank_of)
+        self.reordered = new_rank_of is not None
+
+    def reorder(self, new_rank_of: Sequence[int]) -> None:
+        """Take the ranks `new_rank_of` MPI's, the same list on every rank, before `store` is asked for. Collective.
+
+        Nodes are numbered by their lowest rank.
+
+        Raises:
+            ValueError: not a permutation.
+        """
+        order = list(new_rank_of)
+        with same_on_every_rank():
+            check_permutation(order, self._world.size)
+        assert self._meeting is None
+        self._comm: Any = self._world.Split(0, key=order[self._world.rank])
+        lowest = min(self._node.allgather(self._comm.rank))
+        nodes = sorted(set(self._world.allgather(lowest)))
+        self._node_rank = nodes.index(lowest)
+        self.num_nodes = len(nodes)
+        self.reordered = True
         set_printing_rank(self._comm.rank)  # mpirun sets none of the variables Lightning looks at
+
+    def communicator(self) -> Any:
+        """The MPI communicator of the launcher's order."""
+        return self._world
 
     @property
     def comm(self) -> Any:
@@ -149,7 +168,8 @@ class ParallaxMPIEnvironment(ClusterEnvironment):
         return self._node_rank
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        if num_devices * num_nodes != self.world_size():
+        as_started = (num_devices, num_nodes) == (self.local_size, self.num_nodes)  # nodes may be uneven
+        if not as_started and num_devices * num_nodes != self.world_size():
             raise mark_shared(
                 ValueError(
                     f"Trainer(devices={num_devices}, num_nodes={num_nodes}) asks for {num_devices * num_nodes} "

@@ -219,7 +219,7 @@ def _describe(
     gathers = sum(s.kind is Kind.COLUMN and s.whole_outside for s in styles)
     splits = sum(s.kind is Kind.ROW and s.whole_outside for s in styles)
     return {
-        "holds": f"part {comm.index + 1} of {comm.size}",
+        "holds": f"tp part {comm.index + 1} of {comm.size}",
         "parameters": f"{len(cut)} cut, {len(params) - len(cut)} whole; {held:,} elements",
         "sends": f"per micro-batch forward {reduces} all-reduces, {gathers} all-gathers; "
         f"backward {len(blocks)} all-reduces, {splits} all-gathers",

@@ -33,7 +33,10 @@ def store_exchange(store: Store, rank: int, size: int) -> Exchange:
     def exchange(value: Any) -> list[Any]:
         call = next(calls)
         store.set(f"topology/{call}/{rank}", json.dumps(value))
-        return [json.loads(text) for text in store.multi_get([f"topology/{call}/{k}" for k in range(size)])]
+        if rank == 0:  # reads every value and writes them as one: n keys are read in all, not n for each rank
+            values = store.multi_get([f"topology/{call}/{k}" for k in range(size)])
+            store.set(f"topology/{call}/all", json.dumps([json.loads(text) for text in values]))
+        return list(json.loads(store.get(f"topology/{call}/all")))
 
     return exchange
 

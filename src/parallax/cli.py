@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from parallax.cli_run import run_module, run_script, use_layout
+from parallax.plugins.launch.launch_command import main as launch
 from parallax.plugins.launch.mpirun import main as mpirun
 from parallax.plugins.registry import GROUPS, available
 from parallax.plugins.topology.cli import add_topo
@@ -46,8 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not first or first in commands or (first.startswith("-") and first != "-m"):
             parser.error("--layout is for a script or module: parallax --layout LAYOUT script.py ...")
         use_layout(layout)
-    if first == "run":
-        return mpirun(arguments[1:])
+    if first in ("run", "launch"):
+        return mpirun(arguments[1:]) if first == "run" else launch(arguments[1:])
     if first == "-m":
         if len(arguments) < 2:
             parser.error("-m needs the name of a module to run")
@@ -70,7 +71,7 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     """The parser and the names of its subcommands."""
     parser = argparse.ArgumentParser(
         prog="parallax",
-        usage="parallax [-h] [--version] {plugins,layout,run} ... | [--layout L] {script.py,-m module} ...",
+        usage="parallax [-h] [--version] {plugins,layout,run,launch,topo} ... | [--layout L] {script.py,-m module} ...",
         description="Every form of parallelism for a plain LightningModule.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -84,6 +85,9 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     plugins.set_defaults(command=show_plugins)
 
     commands.add_parser("run", help="start a script under mpirun: run -n 8 train.py ...", add_help=False)
+    commands.add_parser(
+        "launch", help="the same on several machines, watched: launch --hostfile F train.py", add_help=False
+    )
 
     layout = commands.add_parser("layout", help="check a layout and show which rank sits where")
     layout.add_argument("layout", nargs="*", help='e.g. "tp2 pp2 zero1", or a YAML file')

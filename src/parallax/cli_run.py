@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from importlib.machinery import SourceFileLoader
 from types import ModuleType
 
+from parallax.plugins.launch.errors import leave_together
+
 
 def use_layout(layout: str) -> None:
     """Give `Trainer(strategy="parallax_4d")` this layout: a string or the path of a YAML file.
@@ -30,7 +32,8 @@ def run_module(name: str, arguments: Sequence[str]) -> None:
     """Run module `name` as `python -m name arguments...` does."""
     sys.argv = [name, *arguments]  # runpy puts the file's path in place of the name
     _replace_first_path(os.getcwd())
-    runpy.run_module(name, run_name="__main__", alter_sys=True)
+    with leave_together():
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
 
 
 def run_script(path: str, arguments: Sequence[str]) -> None:
@@ -42,7 +45,8 @@ def run_script(path: str, arguments: Sequence[str]) -> None:
     sys.argv = [path, *arguments]
     if os.path.isdir(path) or path.endswith((".zip", ".pyz")):
         _replace_first_path(None)
-        runpy.run_path(os.path.abspath(path), run_name="__main__")  # puts it on sys.path, and in argv[0], itself
+        with leave_together():
+            runpy.run_path(os.path.abspath(path), run_name="__main__")  # puts it on sys.path, and in argv[0], itself
         return
     _replace_first_path(os.path.dirname(os.path.realpath(path)))
     module = ModuleType("__main__")
@@ -53,7 +57,8 @@ def run_script(path: str, arguments: Sequence[str]) -> None:
     sys.modules["__main__"] = module
     with io.open_code(file) as source:
         code = compile(source.read(), file, "exec", dont_inherit=True)  # not this file's __future__ imports
-    exec(code, module.__dict__)
+    with leave_together():
+        exec(code, module.__dict__)
 
 
 def _replace_first_path(folder: str | None) -> None:
