@@ -172,12 +172,15 @@ class ParallaxStrategy(ProcessStrategy):
         training = trainer.state.fn == TrainerFn.FITTING
         self._precision.device_type = self.root_device.type
         self._precision.engine = lambda: self
+        fresh = self._is_fresh()
+        if fresh and self._engine is not None:  # another module than before: nothing of the old one fits
+            self._engine.data.teardown()
+            self._engine, self._plugins = None, make_plugins(self.mesh.layout, self._plans)
         with self._together("the checks of the model", always=True):
             refusals.check(self.lightning_module, training=training)
-            if self._needs_assembly():
-                for plugin in self._plugins:
-                    plugin.check(self.mesh.layout, self.lightning_module)
-        if self._needs_assembly():
+            for plugin in self._plugins if fresh else ():
+                plugin.check(self.mesh.layout, self.lightning_module)
+        if fresh:
             self._assemble(self.lightning_module)
         if training:
             with (
@@ -186,7 +189,7 @@ class ParallaxStrategy(ProcessStrategy):
             ):
                 self.setup_optimizers(trainer)
                 refusals.check_optimizers(self.lightning_module, self.optimizers)
-        if training or self._engine is None:
+        if training or fresh:
             if self._engine is not None:
                 self._engine.data.teardown()
             with self._together("the set-up of the data engine", always=True):
@@ -201,9 +204,11 @@ class ParallaxStrategy(ProcessStrategy):
         assert isinstance(plugin, ParallaxPrecision)
         return plugin
 
-    def _needs_assembly(self) -> bool:
-        """A module is cut once; one rebuilt by `configure_model` since then is cut again."""
-        return self._engine is None or any(p.is_meta for p in self._module.parameters())
+    def _is_fresh(self) -> bool:
+        """Whether the module has yet to be cut: a first or another one, or one that `configure_model` built anew."""
+        if self._engine is None or self._engine.module is not self.lightning_module:
+            return True
+        return any(p.is_meta for p in self._module.parameters())
 
     @property
     def _module(self) -> nn.Module:
@@ -217,8 +222,6 @@ class ParallaxStrategy(ProcessStrategy):
         seed = mesh["control"].broadcast_object(torch.initial_seed())
         with self._together("the comparison of the ranks' models", always=True):
             agree_on_weights(module, mesh)
-        if self._engine is not None:
-            self._plugins = make_plugins(layout, self._plans)
         with self._together("the assembly of the model", always=True):
             for plugin in self._plugins:
                 plugin.apply(module, mesh=mesh, layout=layout)

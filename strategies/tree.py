@@ -7,6 +7,7 @@ what the tensors mean.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -23,18 +24,27 @@ def map_tensors(fn: Callable[[Tensor], Any], tree: Any) -> Any:
     return pytree.tree_map(lambda leaf: fn(leaf) if isinstance(leaf, Tensor) else leaf, tree)
 
 
+@dataclass(frozen=True)
+class Slot:
+    """Where tensor number `index` sits in a skeleton."""
+
+    index: int
+
+
 def split_tensors(tree: Any) -> tuple[list[Tensor], Any]:
-    """The tensors of `tree`, and a picklable skeleton to put them back with `join_tensors`."""
-    leaves, spec = pytree.tree_flatten(tree)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    rest = [None if isinstance(leaf, Tensor) else (leaf,) for leaf in leaves]
-    return tensors, (rest, spec)
+    """The tensors of `tree`, and its skeleton: the same tree with a `Slot` for each tensor, small and picklable."""
+    tensors: list[Tensor] = []
+
+    def take(tensor: Tensor) -> Slot:
+        tensors.append(tensor)
+        return Slot(len(tensors) - 1)
+
+    return tensors, map_tensors(take, tree)
 
 
 def join_tensors(tensors: list[Tensor], skeleton: Any) -> Any:
-    rest, spec = skeleton
-    source = iter(tensors)
-    return pytree.tree_unflatten([next(source) if kept is None else kept[0] for kept in rest], spec)
+    """The counterpart of `split_tensors`."""
+    return pytree.tree_map(lambda leaf: tensors[leaf.index] if isinstance(leaf, Slot) else leaf, skeleton)
 
 
 def signature(tree: Any) -> tuple[Any, ...]:

@@ -228,7 +228,7 @@ def _become(program: Sequence[str], outputs: Sequence[int]) -> None:
         die_with_parent(signal.SIGKILL)
         for target, descriptor in enumerate(outputs, 1):
             os.dup2(descriptor, target)
-        os.execvp(program[0], program)
+        os.execvp(program[0], list(program))
     except OSError as error:
         write_all(2, f"{program[0]} cannot be started: {error.strerror}\n".encode())
     finally:

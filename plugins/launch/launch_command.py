@@ -76,7 +76,7 @@ def launch_command(
     if mpi_launch() is not None:
         raise ValueError("this process was itself started by mpirun: start `parallax launch` once, outside of it")
     limits = _limits(options)
-    program = rank_program(options.script)
+    program = rank_program(options.script, "-u")  # what a rank has printed must not be lost when it is killed
     if not program:
         raise ValueError("nothing to run: name a script after the options")
     return mpirun_command(

@@ -167,12 +167,9 @@ def _program(make: str, n: int, argv: Sequence[str], hosts: Sequence[Host] | Non
     return [word for k, part in enumerate(parts) for word in ([":"] if k else []) + part]
 
 
-def rank_program(script: Sequence[str]) -> list[str]:
-    """What each rank runs: the script (or "-m module") under this Python, with strategies registered.
-
-    Unbuffered: what a rank has printed must not be lost when it is killed.
-    """
-    return [sys.executable, "-u", "-m", "parallax", *script] if script else []
+def rank_program(script: Sequence[str], *flags: str) -> list[str]:
+    """What each rank runs: the script (or "-m module") under this Python, with strategies registered."""
+    return [sys.executable, *flags, "-m", "parallax", *script] if script else []
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -48,7 +48,7 @@ class OrderOptions:
 
     def __post_init__(self) -> None:
         given = isinstance(self.reorder, Sequence) and not isinstance(self.reorder, str)
-        if not given and self.reorder not in REORDER:
+        if not given and (self.reorder not in REORDER or type(self.reorder) is int):  # 1 equals True
             raise ValueError(
                 "reorder_ranks must be True, False, 'auto', 'measure' or the new rank of each of the launcher's ranks; "
                 f"got {self.reorder!r}"

@@ -160,7 +160,7 @@ class FailureLog:
                 found.append(end)
         first = min(found, key=lambda failure: failure.since, default=None)
         if first is not None and first.lines:
-            first.reason = _reason(first.lines) or first.reason
+            first.reason = _reason(first.lines)
         return first
 
     def _see_text(self, rank: int, line: Line, now: float) -> None:
@@ -176,8 +176,7 @@ class FailureLog:
 
 
 def _reason(lines: Sequence[str]) -> str:
-    """The line after the last frame of a traceback, or the first line of the interpreter's last words."""
-    if lines[0].startswith("Fatal"):
-        return lines[0]
+    """The line after the last frame of a traceback; without frames (the interpreter's last words) the first line."""
     pairs = zip(lines, lines[1:], strict=False)
-    return next((text for frame, text in reversed(list(pairs)) if frame[:2] == "  " and text[:1].strip()), "")
+    after = [text for frame, text in pairs if frame[:2] == "  " and text[:1].strip()]
+    return after[-1] if after and not lines[0].startswith("Fatal") else lines[0]

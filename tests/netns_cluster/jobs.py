@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from tests.netns_cluster.kernel import ClusterError, Holder, pids_in, send_signal, sh
 
@@ -136,7 +137,7 @@ class Jobs:
         return [*argv, *(extra or []), *cmd]
 
     def mpirun(
-        self, cmd: list[str], np: int | None = None, timeout: float | None = 300, capture: bool = True, **kw
+        self, cmd: list[str], np: int | None = None, timeout: float | None = 300, capture: bool = True, **kw: Any
     ) -> subprocess.CompletedProcess[str]:
         """Run mpirun inside node 0. On timeout: everything it started is ended, returncode 124."""
         argv = self.mpirun_cmd(cmd, np, **kw)

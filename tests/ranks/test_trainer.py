@@ -290,5 +290,33 @@ def test_resume_equals_a_straight_run(zero: int, tmp_path: Path) -> None:
             assert torch.equal(got[name], tensor), f"{name} differs after resuming"
 
 
+# One trainer, several modules
+
+
+def several_rank(rank: int, world: int, layout: str) -> Any:
+    t = trainer(rank, world, layout, max_epochs=1)
+    first, second = Lit(), Lit()
+    t.fit(first, loader(t))
+    trained = t.validate(first, loader(t), verbose=False)[0]["val_loss"]
+    untrained = t.validate(second, loader(t), verbose=False)[0]["val_loss"]
+    t.fit_loop.max_epochs = 2
+    t.fit(second, loader(t))
+    close(t)
+    return trained, untrained
+
+
+@pytest.mark.parametrize("layout", ["tp2 pp2", "dp2 pp2 zero3 mb2"])
+def test_another_module_is_another_model(layout: str) -> None:
+    dp = 2 if "dp2" in layout else 1
+    _, model = one_process(ROWS // (4 * dp), 4 * dp)
+    fresh: Any = build("plain", torch.float64)
+    ids, labels = data()
+    with torch.no_grad():
+        want = [float(F.cross_entropy(m(ids).flatten(0, 1), labels.flatten())) for m in (model, fresh)]
+    assert want[0] != pytest.approx(want[1], rel=1e-3)
+    for got in run_ranks(4, several_rank, layout, timeout=100):
+        assert list(got) == pytest.approx(want, rel=1e-9)
+
+
 def test_the_model_trained_here_is_the_reference() -> None:
     assert isinstance(build("plain", torch.float64), Plain)

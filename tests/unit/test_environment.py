@@ -14,6 +14,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.connectors import accelerator_connector
 
 from parallax.plugins.launch import choose_environment, local_world_size, mpirun, prepare
+from parallax.plugins.launch.choose import node_count
 from parallax.plugins.launch.detect import MPILaunch, launched_rank, mpi_launch
 from parallax.plugins.launch.mpi import ParallaxMPIEnvironment
 from parallax.plugins.launch.rendezvous import addresses
@@ -47,6 +48,7 @@ TORCHRUN = {
     "LOCAL_WORLD_SIZE": "4",
     "GROUP_RANK": "1",
 }
+ONE_NODE = {"SLURM_STEP_TASKS_PER_NODE": "8", "SLURM_NODEID": "0"}
 ALLOCATION = {"SLURM_JOB_ID": "12345", "SLURM_NTASKS": "8", "SLURM_STEP_ID": "0", "SLURM_PROCID": "1"}
 """What a process under mpirun inherits inside a Slurm allocation, where srun has started mpirun's daemons."""
 
@@ -58,6 +60,9 @@ ALLOCATION = {"SLURM_JOB_ID": "12345", "SLURM_NTASKS": "8", "SLURM_STEP_ID": "0"
         (OPEN_MPI, MPILaunch("Open MPI", 5, 8, 1)),
         (OPEN_MPI | ALLOCATION, MPILaunch("Open MPI", 5, 8, 1)),
         (HYDRA, MPILaunch("MPICH", 5, 8, 1)),
+        (HYDRA | ALLOCATION, MPILaunch("MPICH", 5, 8, 1)),
+        (HYDRA | {"I_MPI_ROOT": "/opt/intel/mpi"}, MPILaunch("MPICH", 5, 8, 1)),  # Intel's is merely installed
+        (HYDRA | {"I_MPI_MPIRUN": "mpirun"}, MPILaunch("Intel MPI", 5, 8, 1)),
         (SRUN, None),
         ({"PMIX_RANK": "2"}, MPILaunch("PMIx", 2, None, None)),
         (TORCHRUN, None),
@@ -115,6 +120,15 @@ def test_the_environment_and_the_size_of_the_node(launched, env, kind, here) -> 
     environment = choose_environment()
     assert type(environment) is kind
     assert local_world_size(environment) == here
+
+
+@pytest.mark.parametrize(
+    ("env", "nodes"),
+    [({}, 3), (TORCHRUN, 2), (TORCHRUN | {"WORLD_SIZE": "4", "RANK": "0"}, 1), (SRUN, 2), (SRUN | ONE_NODE, 1)],
+)
+def test_the_number_of_nodes_is_the_launchers(launched, env, nodes) -> None:  # type: ignore[no-untyped-def]
+    launched(env)
+    assert node_count(choose_environment(), 3) == nodes
 
 
 @pytest.mark.parametrize("env", [OPEN_MPI, OPEN_MPI | ALLOCATION, HYDRA])
