@@ -7,6 +7,7 @@ axis's own work (`plugins/`), or the data engine, which comes last and needs the
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -15,8 +16,11 @@ from torch import Tensor, nn
 
 from parallax.plugins import registry
 from parallax.plugins.base import ParallelPlugin, ParamShard
+from parallax.strategies.deferred import Recording
 from parallax.strategies.layout import Layout
+from parallax.strategies.materialize import materialize
 from parallax.strategies.mesh import Mesh
+from parallax.strategies.precision import ParallaxPrecision
 
 ORDER: Sequence[tuple[str, str]] = (
     ("pp", "drops foreign layers before anything is materialised, so no rank ever holds the whole model"),
@@ -81,6 +85,41 @@ def owned_lookup(shard_of: Callable[[str], ParamShard | None]) -> Callable[[str]
         return shard is None or shard.owner
 
     return owned
+
+
+def assemble(
+    module: nn.Module,
+    plugins: Sequence[ParallelPlugin],
+    *,
+    mesh: Mesh,
+    recording: Recording | None,
+    precision: ParallaxPrecision,
+    device: torch.device,
+    together: Callable[[str], AbstractContextManager[None]],
+) -> None:
+    """Make `module` this rank's part of the parallel model, in place, with real tensors on `device`. Collective.
+
+    Args:
+        module: the user's LightningModule: on the meta device as far as `recording` built it, else real.
+        plugins: in order of application.
+        recording: what `configure_model` did; None when it built nothing.
+        precision: dtype of the weights.
+        together: a context within which an error of one rank is one of all.
+    """
+    if recording is not None:
+        recording.capture(module)
+    seed = mesh["control"].broadcast_object(torch.initial_seed())
+    with together("the comparison of the ranks' models"):
+        agree_on_weights(module, mesh)
+    with together("the assembly of the model"):
+        for plugin in plugins:
+            plugin.apply(module, mesh=mesh, layout=mesh.layout)
+        if recording is not None:
+            materialize(module, recording, shard_of=shard_lookup(plugins), seed=seed, device=device)
+        precision.convert_module(module)
+        module.to(device)
+    # Dropout and the like: the same on ranks that hold the same samples, different on others.
+    torch.manual_seed(seed + mesh.index("data") + mesh.size("data") * mesh.index("pp"))
 
 
 def agree_on_weights(module: nn.Module, mesh: Mesh) -> None:

@@ -25,12 +25,11 @@ from parallax.plugins.launch import same_on_every_rank
 from parallax.plugins.launch.order import OrderOptions
 from parallax.strategies import checkpoint, refusals
 from parallax.strategies.announce import announce
-from parallax.strategies.assemble import agree_on_weights, make_plugins, owned_lookup, shard_lookup
+from parallax.strategies.assemble import assemble, make_plugins, owned_lookup, shard_lookup
 from parallax.strategies.deferred import Recording, deferred_init
 from parallax.strategies.engine import Engine
 from parallax.strategies.layout import Layout
 from parallax.strategies.logs import count_samples_once
-from parallax.strategies.materialize import materialize
 from parallax.strategies.other_lightning import hint
 from parallax.strategies.precision import ParallaxPrecision
 from parallax.strategies.processes import ProcessStrategy
@@ -181,7 +180,16 @@ class ParallaxStrategy(ProcessStrategy):
             for plugin in self._plugins if fresh else ():
                 plugin.check(self.mesh.layout, self.lightning_module)
         if fresh:
-            self._assemble(self.lightning_module)
+            assemble(
+                self.lightning_module,
+                self._plugins,
+                mesh=self.mesh,
+                recording=self._recording,
+                precision=self._precision,
+                device=self.root_device,
+                together=lambda what: self._together(what, always=True),
+            )
+            self._recording = None
         if training:
             with (
                 self._together("configure_optimizers", always=True),
@@ -214,24 +222,6 @@ class ParallaxStrategy(ProcessStrategy):
     def _module(self) -> nn.Module:
         assert self.lightning_module is not None
         return self.lightning_module
-
-    def _assemble(self, module: nn.Module) -> None:
-        mesh, layout = self.mesh, self.mesh.layout
-        if self._recording is not None:
-            self._recording.capture(module)
-        seed = mesh["control"].broadcast_object(torch.initial_seed())
-        with self._together("the comparison of the ranks' models", always=True):
-            agree_on_weights(module, mesh)
-        with self._together("the assembly of the model", always=True):
-            for plugin in self._plugins:
-                plugin.apply(module, mesh=mesh, layout=layout)
-            if self._recording is not None:
-                materialize(module, self._recording, shard_of=self.shard_of, seed=seed, device=self.root_device)
-                self._recording = None
-            self._precision.convert_module(module)
-            self.model_to_device()
-        # Dropout and the like: the same on ranks that hold the same samples, different on others.
-        torch.manual_seed(seed + mesh.index("data") + mesh.size("data") * mesh.index("pp"))
 
     def _make_engine(self, module: nn.Module, *, training: bool) -> Engine:
         layout = self.mesh.layout
