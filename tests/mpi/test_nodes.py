@@ -1,6 +1,6 @@
 """Several nodes on one machine, real launchers: ranks dealt to them in turn are put back where they belong.
 
-Nodes are network namespaces with host names of their own, joined by cables (`tests/netns_cluster.py`). Only bytes and
+Nodes are network namespaces with host names of their own, joined by cables (`tests/netns_cluster`). Only bytes and
 values are asserted, never times: the nodes share the cores.
 """
 

@@ -102,6 +102,18 @@ def test_links_without_peer_access_do_not_count() -> None:
     assert any("fabric manager" in note for note in node.notes)
 
 
+def test_links_of_which_some_are_down_are_told() -> None:
+    ends = [[bus(1)] * 4, [bus(0)] * 3]
+    node = nvml_node(FakeLib([FakeGpu(bus(i), links) for i, links in enumerate(ends)]))
+    assert node.link(0, 1).count == node.link(1, 0).count == 3
+    assert node.notes == ("GPU 0 has 4 NVLinks to GPU 1, but 3 lead back: the fewer are taken; some are down",)
+    library = hgx(3)
+    library.gpus[2].links = ["switch"] * 17
+    node = nvml_node(library)
+    assert (node.link(0, 1).count, node.link(0, 2).count) == (18, 17)
+    assert node.notes == ("GPU 2 has fewer than 18 active links to the switch: some are down",)
+
+
 def test_a_gpu_cut_into_instances_is_out_of_the_domain() -> None:
     library = hgx(3)
     library.gpus[1].mig = True
@@ -220,6 +232,41 @@ def test_a_mask_that_is_not_understood_is_told(tool: Tool) -> None:
     assert any("ZE_AFFINITY_MASK" in note for note in node.notes)
 
 
+@pytest.mark.parametrize(
+    ("mask", "hierarchy", "indices"),
+    [
+        ("0", None, [0]),
+        ("3,1", "FLAT", [1, 3]),
+        (" 2 ,3,9", "COMBINED", [2, 3]),
+        ("1", "COMPOSITE", [2, 3]),
+        ("0.1,1.0", "COMPOSITE", [1, 2]),
+        ("", None, [0, 1, 2, 3]),
+    ],
+)
+def test_intels_mask_names_tiles_or_cards(tool: Tool, mask: str, hierarchy: str | None, indices: list[int]) -> None:
+    environ = {**two_cards(tool), "ZE_AFFINITY_MASK": mask}
+    if hierarchy is not None:
+        environ["ZE_FLAT_DEVICE_HIERARCHY"] = hierarchy
+    node = IntelProbe(environ=environ).probe()
+    assert [device.name for device in node.devices] == [f"GPU{i // 2}/{i % 2}" for i in indices]
+    assert node.complete
+
+
+def test_intels_mask_may_hide_all(tool: Tool) -> None:
+    with pytest.raises(ProbeError, match="ZE_AFFINITY_MASK='7' hides all 4 tiles"):
+        IntelProbe(environ={**two_cards(tool), "ZE_AFFINITY_MASK": "7"}).probe()
+
+
+def two_cards(tool: Tool) -> dict[str, str]:
+    """`xpu-smi` on a machine with two cards of two tiles."""
+    names = [f"GPU {card}/{tile}" for card in range(2) for tile in range(2)]
+    rows = ["        " + "|".join(names) + "|CPU Affinity"]
+    for i, name in enumerate(names):
+        cells = ["S" if i == j else "MDF" if i // 2 == j // 2 else "XL16" for j in range(4)]
+        rows.append("|".join([name, *cells, "0-3"]))
+    return tool("xpu-smi", "printf '" + "\\n".join(rows) + "\\n'")
+
+
 def test_no_tool_is_a_reason() -> None:
     assert AmdProbe(environ={"PATH": "/nonexistent"}).problem() == "none of amd-smi, rocm-smi is installed"
 
@@ -263,7 +310,7 @@ def test_lists_are_written_as_the_kernel_writes_them() -> None:
 def test_every_built_in_probe_is_found() -> None:
     rows = registry.available(GROUP)
     assert {row.name: row.error for row in rows if row.distribution == "lightning-parallax"} == dict.fromkeys(
-        ["amd", "cpu", "intel", "nvml", "synthetic", "text"]
+        ["amd", "amdsmi", "cpu", "hwloc", "intel", "nvml", "synthetic", "text"]
     )
     for row in rows:
         probe = registry.load(GROUP, row.name)()

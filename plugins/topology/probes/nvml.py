@@ -98,6 +98,12 @@ class NvmlProbe(Probe):
         for gpu in gpus:
             if gpu.mig:
                 notes.append(f"GPU {gpu.device.index} is cut into MIG instances: it has no peer access")
+        switched = [gpu.switch for gpu in gpus if gpu.switch]
+        if len(set(switched)) > 1:
+            fewer = [str(gpu.device.index) for gpu in gpus if 0 < gpu.switch < max(switched)]
+            notes.append(
+                f"GPU {', '.join(fewer)} has fewer than {max(switched)} active links to the switch: some are down"
+            )
         if len({gpu.device.name for gpu in gpus}) > 1 and self._environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
             notes.append("GPUs of several models: set CUDA_DEVICE_ORDER=PCI_BUS_ID so that CUDA numbers them as here")
         return Node(
@@ -205,7 +211,12 @@ def _count_links(nvml: Any, ask: _Asker, handle: Any) -> tuple[Counter[str], int
 def _link(nvml: Any, gpus: Sequence[_Gpu], i: int, j: int, notes: list[str]) -> Link:
     """Best path from `gpus[i]` to `gpus[j]`."""
     a, b = gpus[i], gpus[j]
-    direct = min(a.peers[b.device.bus_id or ""], b.peers[a.device.bus_id or ""])
+    there, back = a.peers[b.device.bus_id or ""], b.peers[a.device.bus_id or ""]
+    if there != back and i < j:
+        notes.append(
+            f"GPU {i} has {there} NVLinks to GPU {j}, but {back} lead back: the fewer are taken; some are down"
+        )
+    direct = min(there, back)
     count = direct or min(a.switch, b.switch)
     if count:
         ask = _Asker(nvml)

@@ -16,7 +16,7 @@ from typing import ClassVar
 from parallax.plugins.topology.description import Node
 from parallax.plugins.topology.probes import sysfs
 from parallax.plugins.topology.probes.base import Probe, ProbeError, host_name, machine_id
-from parallax.plugins.topology.probes.visible import only_visible
+from parallax.plugins.topology.probes.visible import only_in_mask, only_visible
 from parallax.plugins.topology.text import CaptureError, read_node
 
 SECONDS = 60.0
@@ -29,12 +29,10 @@ class ToolProbe(Probe):
     Attributes:
         commands: command lines, in order of preference.
         visible: variables that hide GPUs from the user's process but not from the tool.
-        unread: variables that hide GPUs in ways that are not understood here.
     """
 
     commands: ClassVar[Sequence[Sequence[str]]] = ()
     visible: ClassVar[Sequence[str]] = ()
-    unread: ClassVar[Sequence[str]] = ()
 
     def __init__(self, environ: Mapping[str, str] = os.environ, sys_root: Path = sysfs.SYS) -> None:
         self._environ = environ
@@ -55,18 +53,17 @@ class ToolProbe(Probe):
             node = read_node(run_tool(command, self._environ), host_name())
         except CaptureError as error:
             raise ProbeError(f"`{' '.join(command)}`: {error}") from error
-        hidden = [
-            f"{name} is set, but not applied to this description" for name in self.unread if name in self._environ
-        ]
         node = replace(
             self.identify(node),
             source=self.name,
             machine=machine_id(),
             cpus=sysfs.cpu_counts(self._sys),
-            complete=node.complete and not hidden,
-            notes=(*node.notes, *hidden),
         )
-        return only_visible(node, self._environ, self.visible)
+        return self.hide(node, self._environ)
+
+    def hide(self, node: Node, environ: Mapping[str, str]) -> Node:
+        """`node` without the GPUs that `environ` hides from the user's process."""
+        return only_visible(node, environ, self.visible)
 
     def identify(self, node: Node) -> Node:
         """`node` with what another call of the tool tells of its devices."""
@@ -111,12 +108,15 @@ class AmdProbe(ToolProbe):
 
 
 class IntelProbe(ToolProbe):
-    """Intel GPUs by XPU Manager."""
+    """Intel GPUs by XPU Manager; ZE_AFFINITY_MASK is applied as Level Zero does (`visible.py`)."""
 
     name: ClassVar[str] = "intel"
     priority: ClassVar[int] = 80
     commands: ClassVar[Sequence[Sequence[str]]] = (("xpu-smi", "topology", "-m"), ("xpumcli", "topology", "-m"))
-    unread: ClassVar[Sequence[str]] = ("ZE_AFFINITY_MASK",)
+
+    def hide(self, node: Node, environ: Mapping[str, str]) -> Node:
+        """See `ToolProbe`."""
+        return only_in_mask(node, environ)
 
 
 class CaptureProbe(Probe):

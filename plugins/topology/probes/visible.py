@@ -1,4 +1,4 @@
-"""Which of a machine's GPUs a process may use: CUDA_VISIBLE_DEVICES and its kin, applied to a node.
+"""Which of a machine's GPUs a process may use: CUDA_VISIBLE_DEVICES and its kin, and Intel's mask, applied to a node.
 
 It is: the drivers' own rule (numbers or UUID prefixes, order kept, everything from the first bad entry on is dropped).
 It is not: a judge of MIG: an instance has no links, so naming one is refused.
@@ -6,6 +6,7 @@ It is not: a judge of MIG: an instance has no links, so naming one is refused.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -43,6 +44,39 @@ def select(node: Node, kept: Sequence[int], note: str) -> Node:
         nics=tuple(replace(nic, links=tuple(nic.links[i] for i in kept if nic.links)) for nic in node.nics),
         notes=(*node.notes, note),
     )
+
+
+def only_in_mask(node: Node, environ: Mapping[str, str]) -> Node:
+    """`node` reduced to the tiles in ZE_AFFINITY_MASK.
+
+    By default (ZE_FLAT_DEVICE_HIERARCHY unset, FLAT or COMBINED) every tile is a device and the mask lists their
+    numbers; in COMPOSITE it lists cards, or tiles as card.tile. It is a set: the order stays the machine's. A form
+    that belongs to the other hierarchy is not applied: the node is marked incomplete.
+
+    Raises:
+        ProbeError: nothing of what is there is in the mask.
+    """
+    mask = environ.get("ZE_AFFINITY_MASK", "")
+    entries = [entry.strip() for entry in mask.split(",") if entry.strip()]
+    if not entries or not node.devices:
+        return node
+    composite = environ.get("ZE_FLAT_DEVICE_HIERARCHY", "FLAT").upper() == "COMPOSITE"
+    pattern = r"\d+(\.\d+)?" if composite else r"\d+"
+    if not all(re.fullmatch(pattern, entry) for entry in entries):
+        note = f"ZE_AFFINITY_MASK={mask} is set, but not applied to this description: it is not of the form of "
+        form = "COMPOSITE (0 or 0.1)" if composite else "FLAT (0,1,...: every tile has a number of its own)"
+        return replace(node, complete=False, notes=(*node.notes, note + form))
+    kept = [i for i, device in enumerate(node.devices) if _in_mask(i, device.name, entries, composite)]
+    if not kept:
+        raise ProbeError(f"ZE_AFFINITY_MASK={mask!r} hides all {len(node.devices)} tiles of {node.host}: unset it")
+    return select(node, kept, f"ZE_AFFINITY_MASK={mask}: {len(kept)} of {len(node.devices)} tiles are used")
+
+
+def _in_mask(position: int, name: str, entries: Sequence[str], composite: bool) -> bool:
+    if not composite:
+        return str(position) in entries
+    card, _, tile = name.removeprefix("GPU").partition("/")
+    return card in entries or f"{card}.{tile or 0}" in entries
 
 
 def _chosen(node: Node, name: str, value: str) -> list[int]:

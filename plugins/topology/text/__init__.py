@@ -1,7 +1,8 @@
 """A node, or an NVLink fabric, from text that a tool printed: captured long ago or a moment before.
 
 It is: `read_capture`, which finds out what the text is and hands it to the reader of its kind. It is not: a probe; no
-tool is run. What is refused, and why, is in the readers: `links` (NVIDIA, Intel), `amd`, `fabric`, `matrix`.
+tool is run. What is refused, and why, is in the readers: `links` (NVIDIA, Intel), `amd`, `fabric`, `matrix`,
+`hwloc` (XML).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import replace
 from parallax.plugins.topology.description import Node
 from parallax.plugins.topology.text.amd import is_amd, read_amd
 from parallax.plugins.topology.text.fabric import Fabric, read_fabric, with_fabric
+from parallax.plugins.topology.text.hwloc import is_hwloc, read_hwloc
 from parallax.plugins.topology.text.links import is_capability_table, is_path_table, node_of_table
 from parallax.plugins.topology.text.matrix import CaptureError, Table, read_tables
 from parallax.plugins.topology.text.tokens import read_words
@@ -24,6 +26,8 @@ def read_capture(text: str, host: str = "") -> Node | Fabric:
     Raises:
         CaptureError: nothing usable is in it; the message says why.
     """
+    if is_hwloc(text):
+        return replace(read_hwloc(text, host), source="text")
     words = read_words(text)
     cleaned = "\n".join(words.lines)
     tables = read_tables(words)
