@@ -83,7 +83,7 @@ class FakeRocm:
         count._obj.value = len(numbers)
         if isinstance(handles, ctypes.Array):
             for k, number in enumerate(numbers):
-                handles[k] = ctypes.cast(number + 1, type(handles[k]))
+                handles[k] = number + 1
         return SUCCESS
 
     def _amdsmi_get_gpu_device_bdf(self, gpu: Any, bdf: Any) -> int:

@@ -118,6 +118,8 @@ def job_plan(
             answer = found.new_rank_of, found.speedup, [misfit.describe(layout) for misfit in misfits], None
         except ValueError as error:
             answer = (), 1.0, (), str(error)
+        except Exception as error:  # the others wait for this answer: a fault of ours must reach them too
+            answer = (), 1.0, (), f"planning the order of ranks failed with {type(error).__name__}: {error}"
     order, speedup, sentences, problem = comm.bcast(answer)
     if problem is not None:
         raise ValueError(problem)

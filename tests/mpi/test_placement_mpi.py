@@ -38,7 +38,7 @@ def test_ranks_describe_measure_and_agree(tmp_path: Path) -> None:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=170,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

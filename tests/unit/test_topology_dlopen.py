@@ -14,7 +14,7 @@ import pytest
 
 SOURCE = r"""
 #include <string.h>
-typedef struct { unsigned version; unsigned char cluster[16]; int status; unsigned clique; unsigned char state; } fabric_t;
+struct fabric { unsigned version; unsigned char cluster[16]; int status; unsigned clique; unsigned char state; };
 static const char *bus[] = {"00000000:1B:00.0", "00000000:43:00.0"};
 int nvmlInitWithFlags(unsigned flags) { return 0; }
 int nvmlShutdown(void) { return 0; }
@@ -27,7 +27,7 @@ int nvmlDeviceGetPciInfo_v3(void *gpu, char *pci) { strcpy(pci + 16 + 5 * 4, *(c
 int nvmlDeviceGetNvLinkState(void *gpu, unsigned link, int *active) { *active = link < 4; return 0; }
 int nvmlDeviceGetNvLinkRemoteDeviceType(void *gpu, unsigned link, int *type) { *type = 2; return 0; }
 int nvmlDeviceGetP2PStatus(void *a, void *b, int what, int *status) { *status = 0; return 0; }
-int nvmlDeviceGetGpuFabricInfoV(void *gpu, fabric_t *info) {
+int nvmlDeviceGetGpuFabricInfoV(void *gpu, struct fabric *info) {
     memset(info->cluster, 0xab, 16); info->clique = 7; info->state = 3; return 0;
 }
 """
