@@ -24,10 +24,12 @@ from parallax.plugins.launch.mpirun import (
     MPICH,
     OPEN_MPI,
     Launcher,
+    add_script,
     find_launcher,
     make_of,
     mpirun_command,
     rank_program,
+    script_of,
 )
 from parallax.plugins.launch.watchdog import Limits, supervise
 
@@ -52,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         hosts, ranks = _places(options)
         command = launch_command(options, launcher, hosts, ranks)
         if not options.dry_run:
-            _check_script(options.script)
+            _check_script(script_of(options))
             check_library(launcher)
     except ValueError as error:
         print(f"parallax launch: {error}", file=sys.stderr)
@@ -76,8 +78,10 @@ def launch_command(
     if mpi_launch() is not None:
         raise ValueError("this process was itself started by mpirun: start `parallax launch` once, outside of it")
     limits = _limits(options)
-    program = rank_program(options.script, "-u")  # what a rank has printed must not be lost when it is killed
-    if not program:
+    asked = script_of(options)
+    script = asked if options.layout is None else ["--layout", options.layout, *asked]
+    program = rank_program(script, "-u")  # what a rank has printed must not be lost when it is killed
+    if not asked:
         raise ValueError("nothing to run: name a script after the options")
     return mpirun_command(
         ranks,
@@ -171,6 +175,7 @@ def _parser() -> argparse.ArgumentParser:
     where.add_argument("--hosts", metavar="H1:SLOTS,H2:SLOTS", help="the same on the command line")
     parser.add_argument("-n", "--ranks", type=int, metavar="N", help="ranks in all (default: every slot)")
     parser.add_argument("--ppn", type=int, metavar="P", help="ranks on each machine")
+    parser.add_argument("--layout", metavar="LAYOUT", help="for Trainer(strategy='parallax_4d'), e.g. 'tp8 pp2 zero1'")
     parser.add_argument(
         "--env", action="append", default=[], metavar="NAME=VALUE", help="a variable for every rank (may be repeated)"
     )
@@ -184,5 +189,5 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--mpirun", metavar="PATH", help="which mpirun (default: the one beside this Python)")
     parser.add_argument("--mpirun-args", default="", metavar="ARGS", help="further arguments of mpirun, in one string")
     parser.add_argument("--dry-run", action="store_true", help="print mpirun's line, run nothing")
-    parser.add_argument("script", nargs=argparse.REMAINDER, help="script.py or -m module, with its arguments")
+    add_script(parser)
     return parser

@@ -172,6 +172,17 @@ def rank_program(script: Sequence[str], *flags: str) -> list[str]:
     return [sys.executable, *flags, "-m", "parallax", *script] if script else []
 
 
+def add_script(parser: argparse.ArgumentParser) -> None:
+    """Let `parser` take what to run, after its own options."""
+    parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE ...", help="a module instead")
+    parser.add_argument("script", nargs=argparse.REMAINDER, metavar="script.py ...", help="with its arguments")
+
+
+def script_of(options: argparse.Namespace) -> list[str]:
+    """What `add_script` took: the script or "-m" and the module, with arguments; empty for nothing."""
+    return ["-m", *options.module] if options.module else list(options.script)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a script under mpirun; this process becomes mpirun.
 
@@ -183,11 +194,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("-n", "--ranks", type=int, required=True, metavar="N", help="number of ranks")
     parser.add_argument("--hosts", metavar="H1:SLOTS,H2:SLOTS", help="machines to use (default: this one)")
     parser.add_argument("--dry-run", action="store_true", help="print the command, run nothing")
-    parser.add_argument("script", nargs=argparse.REMAINDER, help="script.py or -m module, with its arguments")
+    add_script(parser)
     options = parser.parse_args(argv)
     try:
         launcher = find_launcher()
-        command = mpirun_command(options.ranks, rank_program(options.script), options.hosts, launcher=launcher)
+        command = mpirun_command(options.ranks, rank_program(script_of(options)), options.hosts, launcher=launcher)
     except ValueError as error:
         print(f"parallax run: {error}", file=sys.stderr)
         return 2

