@@ -24,7 +24,7 @@ from parallax.plugins.data.base import DataEngine, StepResult
 from parallax.plugins.launch import same_on_every_rank
 from parallax.plugins.launch.order import OrderOptions
 from parallax.strategies import checkpoint, refusals
-from parallax.strategies.announce import announce
+from parallax.strategies.announce import announce, summarize_sharded
 from parallax.strategies.assemble import assemble, make_plugins, owned_lookup, shard_lookup
 from parallax.strategies.deferred import Recording, deferred_init
 from parallax.strategies.engine import Engine
@@ -204,7 +204,8 @@ class ParallaxStrategy(ProcessStrategy):
                 self._engine = self._make_engine(self.lightning_module, training=training)
             self._agreed.clear()
             count_samples_once(self.lightning_module, self.mesh)
-            announce(self.mesh, self._plugins, self.lightning_module, self.place, self._order)
+            summarize_sharded(trainer.callbacks, zero_stage=self.mesh.layout.zero_stage if training else 0)
+            announce(self.mesh, self._plugins, self.lightning_module, self.shard_of, self.place, self._order)
 
     @property
     def _precision(self) -> ParallaxPrecision:
