@@ -53,7 +53,7 @@ def announce(
 
 
 def summarize_sharded(callbacks: Sequence[Any], *, zero_stage: int) -> None:
-    """Let Lightning's model summary count weights that ZeRO-3 has put away, as for Lightning's own DeepSpeed strategy."""
+    """Let Lightning's model summary count weights that ZeRO-3 has put away, as it does for its own strategy."""
     for callback in callbacks if zero_stage == 3 else ():
         if isinstance(callback, ModelSummary):
             callback.__dict__["_summary"] = partial(_sharded_summary, callback._max_depth)
