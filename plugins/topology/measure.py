@@ -142,7 +142,16 @@ def _exchange(transport: Transport, a: int, b: int, nbytes: int, repeats: int) -
 
     transport.ping(peer, first, nbytes)  # connections and buffers are made here
     latency = best(LATENCY_BYTES)
-    return Sample(a, b, nbytes / max(best(nbytes) - latency, 1e-9) / 1e9, latency)
+    return Sample(a, b, rate_of(nbytes, best(nbytes), latency), latency)
+
+
+def rate_of(nbytes: int, seconds: float, latency: float) -> float:
+    """GB/s of a message of `nbytes` that took `seconds`, of which `latency` is not transfer.
+
+    On a busy machine a small message can by chance take as long as a large one; so at most nine tenths of the time are
+    put down to latency, or noise would be measured as an unlimited rate.
+    """
+    return nbytes / max(seconds - latency, seconds / 10) / 1e9
 
 
 def correct(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from parallax.plugins.topology.description import Cluster, Link, Node, Slot
-from parallax.plugins.topology.measure import Sample, correct, measure, plan_rounds
+from parallax.plugins.topology.measure import Sample, correct, measure, plan_rounds, rate_of
 from parallax.plugins.topology.rates import Rates
 from tests.unit import topologies as topo
 
@@ -84,3 +84,9 @@ def test_ranks_without_devices_measure_the_host() -> None:
     cluster = Cluster((Node("a", (), ()),))
     slots = [Slot(0, None)] * 2
     assert correct(cluster, slots, [Sample(0, 1, 7.0, 1e-6)], devices=False)[1] == Rates(host=7.0)
+
+
+def test_noise_is_not_an_unlimited_rate() -> None:
+    assert rate_of(1_000_000, 2e-3, 1e-3) == pytest.approx(1.0)
+    assert rate_of(65_536, 1e-4, 1.2e-4) == pytest.approx(65_536 / 1e-5 / 1e9)  # latency above the whole time
+    assert rate_of(65_536, 1e-4, 0.0) == pytest.approx(65_536 / 1e-4 / 1e9)
