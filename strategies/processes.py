@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import socket
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
@@ -79,9 +80,8 @@ class ProcessStrategy(ParallelStrategy):
     @property
     def root_device(self) -> torch.device:
         assert self.parallel_devices is not None
-        if self.parallel_devices[0].type == "cpu":
-            return self.parallel_devices[0]
-        return self.parallel_devices[self.local_rank]
+        seen = torch.cuda.device_count() if self.parallel_devices[0].type == "cuda" else 0
+        return pick_device(self.parallel_devices, self.local_rank, seen)
 
     @property
     def num_processes(self) -> int:
@@ -223,3 +223,24 @@ class ProcessStrategy(ParallelStrategy):
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         return self.mesh["control"].broadcast_object(obj, src=src) if self._mesh is not None else obj
+
+
+def pick_device(devices: Sequence[torch.device], local_rank: int, seen: int) -> torch.device:
+    """The device of the process in slot `local_rank`.
+
+    Args:
+        devices: what the Trainer was given, in slot order.
+        local_rank: the launcher's slot; it is the physical GPU's, unless the launcher shows each process one GPU only.
+        seen: accelerators this process can see.
+
+    Raises:
+        ValueError: fewer devices than slots, though more could be seen.
+    """
+    if devices[0].type == "cpu" or (len(devices) == 1 and seen == 1):
+        return devices[0]
+    if local_rank >= len(devices):
+        raise ValueError(
+            f"the launcher started a process in slot {local_rank} of this node, but the Trainer has {len(devices)} "
+            f"device(s); use Trainer(devices='auto') or as many devices as processes on a node"
+        )
+    return devices[local_rank]
