@@ -12,11 +12,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from parallax.plugins import registry
 from parallax.plugins.base import ParallelPlugin, ParamShard
 from parallax.strategies.deferred import Recording
+from parallax.strategies.fingerprint import fingerprint
 from parallax.strategies.layout import Layout
 from parallax.strategies.materialize import materialize
 from parallax.strategies.mesh import Mesh
@@ -128,7 +129,7 @@ def agree_on_weights(module: nn.Module, mesh: Mesh) -> None:
     As DDP does; cheap when they agree already: one number per tensor travels.
     """
     tensors = [(n, t) for n, t in (*module.named_parameters(), *module.named_buffers()) if not t.is_meta]
-    mine = [(n, tuple(t.shape), _fingerprint(t)) for n, t in tensors]
+    mine = [(n, tuple(t.shape), str(fingerprint(t))) for n, t in tensors]  # as text, where nan equals nan
     everyones = mesh["control"].gather_objects(mine)
     if all(other == everyones[0] for other in everyones):
         return
@@ -137,11 +138,3 @@ def agree_on_weights(module: nn.Module, mesh: Mesh) -> None:
     with torch.no_grad():
         for _, tensor in tensors:
             mesh["world"].broadcast(tensor.data)
-
-
-def _fingerprint(tensor: Tensor) -> tuple[float, float]:
-    flat = tensor.detach().double().flatten()
-    if not flat.numel():
-        return 0.0, 0.0
-    ramp = torch.linspace(1.0, 2.0, flat.numel(), dtype=flat.dtype, device=flat.device)
-    return float(flat.sum()), float((flat * ramp).sum())

@@ -6,7 +6,7 @@ data axis is the sampler's work, the sequence a plugin's).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -90,5 +90,11 @@ def largest_divisor(size: int, at_most: int) -> int:
     return next(d for d in range(min(size, at_most), 0, -1) if size % d == 0)
 
 
-def even_weights(count: int, device: torch.device) -> Tensor:
-    return torch.full((count,), 1.0 / count, device=device)
+def weighted_mean(values: Sequence[Any], counts: Tensor) -> Tensor:
+    """Mean of one number per micro-batch by its valid tokens, in fp64, on the device of `counts`.
+
+    A micro-batch without valid tokens has no loss (a mean over nothing is nan) and does not count.
+    """
+    numbers = torch.stack([torch.as_tensor(v, device=counts.device).double().reshape(()) for v in values])
+    share = counts.double()
+    return (torch.where(share > 0, numbers, 0.0) * share).sum() / share.sum().clamp(min=1)

@@ -17,9 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# torch 2.13 renamed these two and warns about the old names.
+# torch 2.13 renamed it and warns about the old name.
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class CommError(RuntimeError):
@@ -171,20 +170,6 @@ class AxisComm:
         with self._named("all_gather", nbytes(out)):
             _ALL_GATHER(out.view(-1), tensor.contiguous().view(-1), group=self.group)
         return out.flatten(0, 1) if dim == 0 and tensor.dim() else torch.cat(out.unbind(0), dim=dim)
-
-    def reduce_scatter(self, tensor: Tensor, dim: int = 0) -> Tensor:
-        """Sum `tensor` over the group and keep this rank's slice of `dim` (which the group size divides)."""
-        if self.size == 1:
-            return tensor
-        if tensor.shape[dim] % self.size:
-            raise ValueError(f"reduce_scatter: {self.size} ranks do not divide dim {dim} of {tuple(tensor.shape)}")
-        chunks = torch.cat([c.reshape(-1) for c in tensor.chunk(self.size, dim=dim)])
-        shape = list(tensor.shape)
-        shape[dim] //= self.size
-        out = tensor.new_empty(shape)
-        with self._named("reduce_scatter", nbytes(tensor)):
-            _REDUCE_SCATTER(out.view(-1), chunks, group=self.group)
-        return out
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> None:
         """Copy `tensor` in place from the rank at axis index `src`."""

@@ -25,7 +25,8 @@ from parallax.plugins.pipeline.plugin import PipelineParallel
 from parallax.plugins.pipeline.schedules import Action, Schedule, forward_only
 from parallax.plugins.pipeline.simulator import check as check_schedule
 from parallax.plugins.pipeline.transfer import Transfer
-from parallax.strategies.batch import batch_size, largest_divisor, split, valid_tokens
+from parallax.strategies.batch import batch_size, largest_divisor, split, valid_tokens, weighted_mean
+from parallax.strategies.fingerprint import fingerprint
 from parallax.strategies.logs import LogShare, Shared, recording, replay
 from parallax.strategies.mesh import Mesh
 from parallax.strategies.precision import LossScale
@@ -101,11 +102,8 @@ class Engine:
             losses[index] = loss.detach()
             return loss * weights[index].to(loss.dtype)
 
-        outputs, logs = self._run(self._schedule, fn, parts, rest, loss_of)
-        local = counts / counts.sum().clamp(min=1)
-        loss = None
-        if losses:
-            loss = (torch.stack([losses[i].reshape(()) for i in range(count)]).to(local.dtype) * local).sum()
+        outputs, logs = self._run(self._schedule, fn, parts, rest, counts, loss_of)
+        loss = weighted_mean([losses[i] for i in range(count)], counts) if losses else None
         extras = [{k: v for k, v in o.items() if k != "loss"} for o in outputs.values() if isinstance(o, Mapping)]
         extra = {k: _merge([e[k] for e in extras]) for k in extras[0]} if extras else {}
         shared = self._share(Shared(logs, loss, extra), self.module, self._device)
@@ -135,7 +133,7 @@ class Engine:
         if self.mesh.size("pp") == 1:
             with self._autocast():
                 return self.data.forward(fn, parts[0], *rest)
-        outputs, logs = self._run(forward_only, fn, parts, rest, None)
+        outputs, logs = self._run(forward_only, fn, parts, rest, torch.ones(1, device=self._device))
         shared = self._share(Shared(logs, None, {"output": outputs.get(0)}), self.module, self._device)
         replay(self.module, shared.logs)
         return shared.extra["output"]
@@ -145,7 +143,9 @@ class Engine:
     def require_same_batch(self, batch: Any) -> None:
         """Ranks of one data index must have read the same samples; checked on the first step."""
         model = self.mesh["model"]
-        mine = [(tuple(t.shape), float(t.double().sum()), float(t.double().square().sum())) for t in tensors_of(batch)]
+        if model.size == 1:
+            return
+        mine = [f"{tuple(t.shape)} {fingerprint(t)}" for t in tensors_of(batch)]  # as text, where nan equals nan
         theirs = model.gather_objects(mine)
         differ = [rank for rank, batch_there in zip(model.ranks, theirs, strict=True) if batch_there != theirs[0]]
         if differ:
@@ -186,7 +186,8 @@ class Engine:
         fn: Callable[..., Any],
         parts: list[Any],
         rest: Sequence[Any],
-        loss_of: Callable[[int, Any], Tensor] | None,
+        counts: Tensor,
+        loss_of: Callable[[int, Any], Tensor] | None = None,
     ) -> tuple[dict[int, Any], list[tuple[str, Any, dict[str, Any]]]]:
         actions = self._actions(schedule, len(parts), backward=loss_of is not None)
         keys = [(getattr(fn, "__name__", "step"), signature(part)) for part in parts]
@@ -199,7 +200,7 @@ class Engine:
                     return fn(parts[index], *rest)
 
             outputs = self._executor.run(actions, step, keys, loss_of, note=f"step {self.steps}")
-        return outputs, recorder.averaged(self._token_counts(parts)) if self.mesh.is_last_stage else []
+        return outputs, recorder.averaged(counts) if self.mesh.is_last_stage else []
 
     def _actions(self, schedule: Schedule, count: int, *, backward: bool) -> list[Action]:
         key = (schedule, count)

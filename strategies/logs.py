@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from parallax.strategies.batch import weighted_mean
 from parallax.strategies.comm import AxisComm
 from parallax.strategies.mesh import Mesh
 from parallax.strategies.tree import map_tensors
@@ -68,11 +69,7 @@ class Recorder:
             if isinstance(first, Metric):
                 out.append((record.name, first, record.options))
                 continue
-            index = list(record.values)
-            share = weights[index].double()
-            numbers = [torch.as_tensor(v, device=share.device).double() for v in record.values.values()]
-            values = torch.stack([number.reshape(()) for number in numbers])
-            mean = (values * share).sum() / share.sum().clamp(min=1)
+            mean = weighted_mean(list(record.values.values()), weights[list(record.values)])
             out.append((record.name, mean, record.options))
         return out
 

@@ -11,17 +11,10 @@ import torch
 from torch import Tensor
 
 from parallax.strategies.comm import AxisComm
+from parallax.strategies.fingerprint import fingerprint
 
 TOLERANCE = 1e-2
 """Allowed difference relative to the norm: far above any rounding, far below what a partial gradient misses."""
-
-
-def fingerprint(values: Tensor) -> tuple[float, float]:
-    """Norm of `values` and its projection on a fixed direction with elements of order one."""
-    values = torch.view_as_real(values) if values.is_complex() else values
-    flat = values.detach().reshape(-1).to(torch.float64 if values.device.type == "cpu" else torch.float32)
-    wave = torch.cos(torch.arange(flat.numel(), device=flat.device, dtype=flat.dtype) * 2.399963)  # golden angle
-    return float(flat.norm()), float(flat @ wave)
 
 
 def require_agreement(grads: dict[str, Tensor], comm: AxisComm) -> bool:

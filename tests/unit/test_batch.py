@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from parallax.strategies.batch import batch_size, largest_divisor, split, valid_tokens
+from parallax.strategies.batch import batch_size, largest_divisor, split, valid_tokens, weighted_mean
 from parallax.strategies.tree import join_tensors, signature, split_tensors
 
 Pair = namedtuple("Pair", "ids labels")
@@ -65,3 +65,8 @@ def test_signature_tells_shapes_and_dtypes_apart() -> None:
     assert signature(base) == signature({"x": torch.ones(2, 3)})
     others = ({"x": torch.zeros(3, 2)}, {"x": torch.zeros(2, 3).half()}, base["x"])
     assert len({signature(t) for t in (base, *others)}) == 4
+
+
+def test_a_micro_batch_without_valid_tokens_does_not_count() -> None:
+    assert float(weighted_mean([1.0, torch.tensor(4.0)], torch.tensor([1.0, 3.0]))) == 3.25
+    assert float(weighted_mean([2.0, float("nan")], torch.tensor([5.0, 0.0]))) == 2.0
