@@ -19,6 +19,7 @@ from torch import Tensor
 
 # torch 2.13 renamed it and warns about the old name.
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class CommError(RuntimeError):
@@ -160,16 +161,61 @@ class AxisComm:
         if self.size == 1:
             return None
         with self._named("all_reduce", nbytes(tensor)):
-            return dist.all_reduce(tensor, op=op, group=self.group, async_op=async_op)
+            work = dist.all_reduce(tensor, op=op, group=self.group, async_op=async_op)
+        return named_work(work, self, "all_reduce") if async_op else None
 
     def all_gather(self, tensor: Tensor, dim: int = 0) -> Tensor:
         """Concatenate every rank's `tensor` (same shape everywhere) along `dim`, in axis order."""
         if self.size == 1:
             return tensor
         out = tensor.new_empty((self.size, *tensor.shape))
-        with self._named("all_gather", nbytes(out)):
-            _ALL_GATHER(out.view(-1), tensor.contiguous().view(-1), group=self.group)
+        self.all_gather_into(out, tensor)
         return out.flatten(0, 1) if dim == 0 and tensor.dim() else torch.cat(out.unbind(0), dim=dim)
+
+    def all_gather_into(self, out: Tensor, tensor: Tensor, async_op: bool = False) -> Work | None:
+        """Fill `out`, `size` times as large as `tensor` and contiguous, with every rank's `tensor` in axis order.
+
+        The caller keeps both alive, and `tensor` unchanged, until the returned handle has been waited for.
+        """
+        if self.size == 1:
+            out.view(-1).copy_(tensor.reshape(-1))
+            return None
+        with self._named("all_gather", nbytes(out)):
+            work = _ALL_GATHER(out.view(-1), tensor.contiguous().view(-1), group=self.group, async_op=async_op)
+        return named_work(work, self, "all_gather") if async_op else None
+
+    def reduce_scatter_into(self, out: Tensor, tensor: Tensor, async_op: bool = False) -> Work | None:
+        """Fill `out` with this rank's part, in axis order, of the sum over ranks of `tensor`, `size` times as large.
+
+        Both are contiguous; parts are consecutive blocks of `tensor` seen as flat memory (dim 0).
+        """
+        if self.size == 1:
+            out.view(-1).copy_(tensor.reshape(-1))
+            return None
+        with self._named("reduce_scatter", nbytes(tensor)):
+            work = _REDUCE_SCATTER(out.view(-1), tensor.view(-1), group=self.group, async_op=async_op)
+        return named_work(work, self, "reduce_scatter") if async_op else None
+
+    def all_to_all_into(
+        self,
+        out: Tensor,
+        tensor: Tensor,
+        out_splits: list[int] | None = None,
+        in_splits: list[int] | None = None,
+        async_op: bool = False,
+    ) -> Work | None:
+        """Send block i of `tensor`'s dim 0 to the rank at axis index i; `out` receives theirs in axis order.
+
+        Args:
+            out, tensor: contiguous, equal but for dim 0.
+            out_splits, in_splits: rows of each block; None cuts evenly.
+        """
+        if self.size == 1:
+            out.copy_(tensor)
+            return None
+        with self._named("all_to_all", nbytes(tensor)):
+            work = dist.all_to_all_single(out, tensor, out_splits, in_splits, group=self.group, async_op=async_op)
+        return named_work(work, self, "all_to_all") if async_op else None
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> None:
         """Copy `tensor` in place from the rank at axis index `src`."""
@@ -205,19 +251,20 @@ class AxisComm:
     def isend(self, tensor: Tensor, peer: int, tag: int = 0) -> Work:
         dst = self.ranks[peer]
         with self._named("send", nbytes(tensor), [dst]):
-            return _named_work(dist.isend(tensor, dst, group=self.group, tag=tag), self, "send", dst)
+            return named_work(dist.isend(tensor, dst, group=self.group, tag=tag), self, "send", [dst])
 
     def irecv(self, tensor: Tensor, peer: int, tag: int = 0) -> Work:
         src = self.ranks[peer]
         with self._named("recv", nbytes(tensor), [src]):
-            return _named_work(dist.irecv(tensor, src, group=self.group, tag=tag), self, "recv", src)
+            return named_work(dist.irecv(tensor, src, group=self.group, tag=tag), self, "recv", [src])
 
 
-class _named_work:  # noqa: N801 - used like a function
-    """A send or receive in flight whose failure names both ends and the step it was issued in."""
+class named_work:  # noqa: N801 - used like a function
+    """A call in flight whose failure names its peers and the step it was issued in."""
 
-    def __init__(self, work: Any, comm: AxisComm, kind: str, peer: int) -> None:
-        self._work, self._comm, self._kind, self._peer = work, comm, kind, peer
+    def __init__(self, work: Any, comm: AxisComm, kind: str, peers: Sequence[int] | None = None) -> None:
+        self._work, self._comm, self._kind = work, comm, kind
+        self._peers = [r for r in (peers or comm.ranks) if r != comm.rank]
         self._note = comm.ledger.note
 
     def is_completed(self) -> bool:
@@ -228,6 +275,6 @@ class _named_work:  # noqa: N801 - used like a function
             self._work.wait()
         except RuntimeError as error:
             raise CommError(
-                f"rank {self._comm.rank} waited in vain for rank {self._peer} to finish a {self._kind} on axis "
+                f"rank {self._comm.rank} waited in vain for rank(s) {self._peers} to finish a {self._kind} on axis "
                 f"{self._comm.axis!r} issued during {self._note}: {error}"
             ) from error
