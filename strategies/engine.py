@@ -20,10 +20,11 @@ from torch import Tensor, nn
 
 from parallax.plugins.base import ParallelPlugin
 from parallax.plugins.data.base import Clip, DataEngine, StepResult
+from parallax.plugins.pipeline.actions import Action, placement, splits_backward
+from parallax.plugins.pipeline.catalog import Schedule, make_lists
 from parallax.plugins.pipeline.executor import Executor
 from parallax.plugins.pipeline.plugin import PipelineParallel
-from parallax.plugins.pipeline.schedules import Action, Schedule, forward_only
-from parallax.plugins.pipeline.simulator import check as check_schedule
+from parallax.plugins.pipeline.schedules.basic import forward_only, one_f_one_b
 from parallax.plugins.pipeline.transfer import Transfer
 from parallax.strategies.batch import batch_size, largest_divisor, split, valid_tokens, weighted_mean
 from parallax.strategies.fingerprint import fingerprint
@@ -102,7 +103,7 @@ class Engine:
             losses[index] = loss.detach()
             return loss * weights[index].to(loss.dtype)
 
-        outputs, logs = self._run(self._schedule, fn, parts, rest, counts, loss_of)
+        outputs, logs = self._run(fn, parts, rest, counts, loss_of)
         loss = weighted_mean([losses[i] for i in range(count)], counts) if losses else None
         extras = [{k: v for k, v in o.items() if k != "loss"} for o in outputs.values() if isinstance(o, Mapping)]
         extra = {k: _merge([e[k] for e in extras]) for k in extras[0]} if extras else {}
@@ -133,7 +134,7 @@ class Engine:
         if self.mesh.size("pp") == 1:
             with self._autocast():
                 return self.data.forward(fn, parts[0], *rest)
-        outputs, logs = self._run(forward_only, fn, parts, rest, torch.ones(1, device=self._device))
+        outputs, logs = self._run(fn, parts, rest, torch.ones(1, device=self._device))
         shared = self._share(Shared(logs, None, {"output": outputs.get(0)}), self.module, self._device)
         replay(self.module, shared.logs)
         return shared.extra["output"]
@@ -182,14 +183,13 @@ class Engine:
 
     def _run(
         self,
-        schedule: Schedule,
         fn: Callable[..., Any],
         parts: list[Any],
         rest: Sequence[Any],
         counts: Tensor,
         loss_of: Callable[[int, Any], Tensor] | None = None,
     ) -> tuple[dict[int, Any], list[tuple[str, Any, dict[str, Any]]]]:
-        actions = self._actions(schedule, len(parts), backward=loss_of is not None)
+        actions = self._actions(len(parts), backward=loss_of is not None)
         keys = [(getattr(fn, "__name__", "step"), signature(part)) for part in parts]
         direct = self.mesh.size("pp") == 1 and len(parts) == 1  # the user's log calls are right as they are
         with recording(self.module, active=not direct) as recorder:
@@ -202,11 +202,14 @@ class Engine:
             outputs = self._executor.run(actions, step, keys, loss_of, note=f"step {self.steps}")
         return outputs, recorder.averaged(counts) if self.mesh.is_last_stage else []
 
-    def _actions(self, schedule: Schedule, count: int, *, backward: bool) -> list[Action]:
-        key = (schedule, count)
+    def _actions(self, count: int, *, backward: bool) -> list[Action]:
+        key = (backward, count)
         if key not in self._lists:
-            lists = schedule(self.mesh.size("pp"), count)
-            check_schedule(lists, count, backward=backward)
+            ranks = self.mesh.size("pp")
+            schedule = self._schedule if ranks > 1 else one_f_one_b
+            lists = make_lists(schedule, ranks, count) if backward else forward_only(range(ranks), count)
+            if splits_backward(lists) or placement(lists) != tuple(range(ranks)):
+                raise ValueError(f"schedule {self.mesh.layout.schedule!r} can be simulated but not yet run")
             self._lists[key] = lists[self.mesh.index("pp")]
         return self._lists[key]
 

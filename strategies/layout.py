@@ -18,7 +18,15 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
 from parallax.strategies.layout_nearest import nearest_layouts
-from parallax.strategies.layout_words import SHORT, TEXT_FIELDS, put, read_mapping, read_text, unique_words
+from parallax.strategies.layout_words import (
+    SHORT,
+    TEXT_FIELDS,
+    is_own_schedule,
+    put,
+    read_mapping,
+    read_text,
+    unique_words,
+)
 from parallax.strategies.names import unknown_name
 
 
@@ -54,7 +62,12 @@ class Layout:
     """Name of the data engine: who reduces gradients and steps. Default "auto": see `resolved_data_engine`."""
 
     schedule: str = "1f1b"
-    """Name of the pipeline schedule: the order of forwards and backwards. Default "1f1b"."""
+    """The pipeline schedule, the order of forwards and backwards: its name, or a user's own as the path of a .csv file
+    or as "module:function". Default "1f1b"."""
+
+    stages_per_rank: int | None = None
+    """Parts of the model on each rank of `pp` (`v`), one after the other in the model or turned around, as the schedule
+    has it. Unit: virtual stages per rank. Default None: the schedule's own, 1 for 1f1b, 2 for interleaved_1f1b."""
 
     num_microbatches: int | None = None
     """Parts a batch is cut into in one pass of the schedule (`mb`). Unit: micro-batches per batch and data rank.
@@ -100,6 +113,8 @@ class Layout:
         """A layout of `found`, whose names are known."""
         for field in TEXT_FIELDS:
             valid = _names(field)
+            if field == "schedule" and is_own_schedule(found.get(field)):
+                continue
             if field in found and found[field] not in valid:
                 raise unknown_name(field.replace("_", " "), str(found[field]), valid)
         return cls(**found)
@@ -213,7 +228,9 @@ class Layout:
         parts += [f"zero{self.zero_stage}"] if self.zero_stage else []
         parts += [self.data_engine] if self.data_engine != "auto" else []
         pipelined = self.pipeline_parallel_size > 1 and self.num_microbatches is not None
-        parts += [self.schedule] if pipelined or self.schedule != type(self).schedule else []
+        named = f"schedule={self.schedule}" if ":" in self.schedule else self.schedule
+        parts += [named] if pipelined or self.schedule != type(self).schedule else []
+        parts += [f"v{self.stages_per_rank}"] if self.stages_per_rank is not None else []
         parts += [f"mb{self.num_microbatches}"] if pipelined or (self.num_microbatches or 1) > 1 else []
         return " ".join(parts) or ("auto" if self.data_parallel_size is None else "dp1")
 

@@ -24,11 +24,12 @@ SHORT: Mapping[str, str] = MappingProxyType(
         "z": "zero_stage",
         "mb": "num_microbatches",
         "m": "num_microbatches",
+        "v": "stages_per_rank",
     }
 )
 """Short key -> field. The first of two short keys of a field is the one printed."""
 
-OPTIONAL = ("data_parallel_size", "num_microbatches")
+OPTIONAL = ("data_parallel_size", "num_microbatches", "stages_per_rank")
 """Fields that may be left open; "auto" or null leaves them so."""
 
 TEXT_FIELDS = ("schedule", "data_engine")
@@ -39,6 +40,11 @@ KEYS = (*SHORT, *FIELDS)
 
 _SEPARATORS = re.compile(r"[\s,*×]+|(?<=\d)x(?=[A-Za-z])")  # `tp2xpp4` is cut, a name with an x in it is not
 _SIZED = re.compile(r"([A-Za-z]+)(\d+)")
+
+
+def is_own_schedule(value: Any) -> bool:
+    """Whether `value` says where a user's own schedule is (a .csv file, "module:function") instead of naming one."""
+    return isinstance(value, str) and (value.endswith(".csv") or ":" in value)
 
 
 def put(found: dict[str, Any], field: str, value: Any) -> None:
@@ -92,6 +98,8 @@ def _read_token(token: str, words: Mapping[str, str]) -> dict[str, Any]:
     for word in (token, token.lower()):
         if word in words:
             return {words[word]: word}
+    if token.endswith(".csv") and "=" not in token:
+        return {"schedule": token}
     key, equals, value = token.partition("=")
     if equals:
         return read_mapping({key: int(value) if re.fullmatch(r"-?\d+", value) else value})

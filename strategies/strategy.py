@@ -23,6 +23,7 @@ from parallax.plugins.base import ParallelPlugin, ParamShard
 from parallax.plugins.data.base import DataEngine, StepResult
 from parallax.plugins.launch import same_on_every_rank
 from parallax.plugins.launch.order import OrderOptions
+from parallax.plugins.pipeline.catalog import Schedule, find_schedule, name_of
 from parallax.strategies import checkpoint, refusals
 from parallax.strategies.announce import announce, summarize_sharded
 from parallax.strategies.assemble import assemble, make_plugins, owned_lookup, shard_lookup
@@ -43,6 +44,8 @@ class ParallaxStrategy(ProcessStrategy):
             rank on the data axis.
         tp_plan: tensor-parallel plan relative to the LightningModule; None reads the one the model carries.
         pp_plan: pipeline plan, likewise.
+        schedule: the pipeline schedule, as in a layout: a name, the path of a .csv file, "module:function"; or the
+            function itself, `(num_ranks, num_microbatches, stages_per_rank) -> lists of actions` (docs/pipeline.md).
         precision: overrides the Trainer's; the only way to get 16-mixed on CPU, where Lightning replaces it.
         timeout: how long a collective may wait before it fails with the names of those it waits for.
         process_group_backend: "nccl" on GPU and "gloo" on CPU when None.
@@ -65,6 +68,7 @@ class ParallaxStrategy(ProcessStrategy):
         *,
         tp_plan: Mapping[str, str] | None = None,
         pp_plan: Mapping[str, Any] | None = None,
+        schedule: str | Schedule | None = None,
         precision: str | None = None,
         timeout: timedelta = timedelta(minutes=10),
         process_group_backend: str | None = None,
@@ -77,6 +81,8 @@ class ParallaxStrategy(ProcessStrategy):
         **layout_options: Any,
     ) -> None:
         with same_on_every_rank():
+            if schedule is not None:
+                layout_options["schedule"] = schedule if isinstance(schedule, str) else name_of(schedule)
             asked = Layout.from_any(layout, **layout_options)
             order = OrderOptions(reorder_ranks, topology)
             precision_plugin = ParallaxPrecision(precision) if precision is not None else None
@@ -92,6 +98,7 @@ class ParallaxStrategy(ProcessStrategy):
             precision_plugin=precision_plugin,
         )
         self._plans: dict[str, Mapping[str, Any] | None] = {"tp": tp_plan, "pp": pp_plan}
+        self._own_schedule = schedule if callable(schedule) else None
         self._engine: Engine | None = None
         self._recording: Recording | None = None
         self._plugins: list[ParallelPlugin] = []
@@ -148,7 +155,7 @@ class ParallaxStrategy(ProcessStrategy):
             plugins = make_plugins(layout, self._plans)
             engine: type[DataEngine] = registry.load("parallax.data_engines", layout.resolved_data_engine)
             engine.check(layout)
-            registry.load("parallax.schedules", layout.schedule)
+            self._schedule = self._own_schedule or find_schedule(layout.schedule)
         if self._mesh is None:
             self._plugins = plugins
         self._join(layout)
@@ -243,7 +250,7 @@ class ParallaxStrategy(ProcessStrategy):
             mesh=self.mesh,
             data=data,
             plugins=self._plugins,
-            schedule=registry.load("parallax.schedules", layout.schedule),
+            schedule=self._schedule,
             autocast=self._precision.forward_context,
             scale=self._precision.scale if training else None,
             device=self.root_device,

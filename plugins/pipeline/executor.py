@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from parallax.plugins.pipeline.schedules import Action
+from parallax.plugins.pipeline.actions import Action
 from parallax.plugins.pipeline.stage import StageOutput, StageState
 from parallax.plugins.pipeline.transfer import Incoming, StageFailed, Transfer
 from parallax.strategies.agreement import is_refusal, text_of

@@ -1,7 +1,7 @@
-"""Checks a schedule before any process runs it, and counts what it costs.
+"""Checks a schedule before any process runs it, and computes what it costs.
 
-It is: a pure, event-driven run of action lists with given costs: completeness, order, absence of
-deadlock, makespan, bubble and activations in flight. It is not: a measurement.
+It is: a pure, event-driven run of action lists with given costs: completeness, order, absence of deadlock, makespan,
+bubble and activations in flight, in time linear in the number of actions. It is not: a measurement.
 """
 
 from __future__ import annotations
@@ -9,96 +9,198 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from parallax.plugins.pipeline.schedules import Action
+from parallax.plugins.pipeline.actions import KINDS, Action, Kind, Lists, placement
+
+Cost = float | Sequence[float]
+"""The time of one action: one number, or one for each virtual stage."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """How long actions take, in any one unit of time.
+
+    Attributes:
+        forward: of "F".
+        backward: of a whole backward, "B".
+        weight: of "W", the part of a backward that computes gradients of weights.
+        input: of "I"; None: backward - weight.
+        transfer: from the end of an action to the moment another rank can use its result; ranks do not work on it.
+    """
+
+    forward: Cost = 1.0
+    backward: Cost = 2.0
+    weight: Cost = 1.0
+    input: Cost | None = None
+    transfer: float = 0.0
+
+    def table(self, stages: int) -> dict[Kind, list[float]]:
+        """Per kind, the cost on each of `stages` virtual stages.
+
+        Raises:
+            ValueError: a cost below 0, no cost at all, or not as many as there are stages.
+        """
+        table = {kind: _each(kind, value, stages) for kind, value in zip("FBW", self._three(), strict=True)}
+        halves = zip(table["B"], table["W"], strict=True)
+        table["I"] = [b - w for b, w in halves] if self.input is None else _each("I", self.input, stages)
+        for kind, costs in table.items():
+            if min(costs) < 0:
+                why = " (backward - weight)" if kind == "I" and self.input is None else ""
+                raise ValueError(f"the cost of {kind}{why} is {min(costs):g}; costs are at least 0")
+        if self.transfer < 0 or not any(table["F"] + table["B"]):
+            raise ValueError(f"costs must be at least 0 and not all 0, got {self}")
+        return {kind: table[kind] for kind in KINDS}
+
+    def _three(self) -> tuple[Cost, Cost, Cost]:
+        return self.forward, self.backward, self.weight
+
+
+def _each(kind: str, cost: Cost, stages: int) -> list[float]:
+    if isinstance(cost, int | float):
+        return [float(cost)] * stages
+    if len(cost) != stages:
+        raise ValueError(f"{len(cost)} costs of {kind} are given for {stages} virtual stages")
+    return [float(value) for value in cost]
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """What a schedule costs.
+    """What a schedule costs. Times are in the unit of the costs; a rank's work is all its actions' costs.
 
     Attributes:
-        makespan: time from the first start to the last end.
-        bubble: idle share of all stages' time, 1 - busy / (stages x makespan).
-        peak_in_flight: per stage, the most micro-batches whose forward ran and whose backward did not.
-        starts: per stage, the start time of each action.
+        makespan: from the first start to the last end, over all ranks.
+        ideal: the mean work of a rank: the makespan if no rank ever waited and all had equal work.
+        peak_in_flight: per rank, the most activations it holds at once. Unit: one micro-batch's activations of one
+            virtual stage, held from its F to the end of its B or W.
+        starts, ends: per rank, the times of each action.
     """
 
     makespan: float
-    bubble: float
+    ideal: float
     peak_in_flight: tuple[int, ...]
     starts: tuple[tuple[float, ...], ...]
+    ends: tuple[tuple[float, ...], ...]
+
+    @property
+    def bubble(self) -> float:
+        """Idle share of all ranks' time: (makespan - ideal) / makespan."""
+        return 1 - self.ideal / self.makespan
+
+    @property
+    def bubble_of_ideal(self) -> float:
+        """Idle time over the ideal time, as papers have it: (makespan - ideal) / ideal."""
+        return self.makespan / self.ideal - 1
+
+    @property
+    def span(self) -> float:
+        """The longest time any one rank needs, from its own first start to its own last end.
+
+        The cost of a step where ranks need not start together (Qi et al. 2023, section 5.3).
+        """
+        return max(ends[-1] - starts[0] for starts, ends in zip(self.starts, self.ends, strict=True))
 
 
-def check(schedule: Sequence[Sequence[Action]], num_microbatches: int, *, backward: bool = True) -> None:
-    """Refuse a schedule that is incomplete, out of order or deadlocks.
-
-    Raises:
-        ValueError: naming the stage and the action.
-    """
-    kinds = ("F", "B") if backward else ("F",)
-    orders: dict[str, list[int]] = {}
-    for stage, actions in enumerate(schedule):
-        for kind in kinds:
-            order = [a.microbatch for a in actions if a.kind == kind]
-            if sorted(order) != list(range(num_microbatches)):
-                raise ValueError(
-                    f"stage {stage} runs {kind} of micro-batches {order}; each of 0..{num_microbatches - 1} "
-                    f"must appear exactly once"
-                )
-            if orders.setdefault(kind, order) != order:
-                raise ValueError(
-                    f"stage {stage} runs {kind} in order {order}, stage 0 in order {orders[kind]}; "
-                    f"neighbours exchange tensors in order, so they must agree"
-                )
-        done: set[int] = set()
-        for action in actions:
-            if action.kind == "B" and action.microbatch not in done:
-                raise ValueError(f"stage {stage} runs {action} before F{action.microbatch}")
-            done.add(action.microbatch)
-    simulate(schedule)
-
-
-def simulate(schedule: Sequence[Sequence[Action]], forward: float = 1.0, backward: float = 2.0) -> Simulation:
-    """Run the lists with one cost per forward and per backward; transfers are free.
+def check(lists: Lists, num_microbatches: int, *, backward: bool = True) -> None:
+    """Refuse lists that are incomplete, out of order or deadlock.
 
     Raises:
-        ValueError: the lists deadlock; the message says what every stage is waiting for.
+        ValueError: naming the rank, the stage and the action.
     """
-    stages = len(schedule)
-    ends: dict[tuple[int, Action], float] = {}
-    at = [0] * stages
-    clock = [0.0] * stages
-    starts: list[list[float]] = [[] for _ in range(stages)]
-    moved = True
-    while moved:
-        moved = False
-        for stage, actions in enumerate(schedule):
-            while at[stage] < len(actions):
-                action = actions[at[stage]]
-                source = stage - 1 if action.kind == "F" else stage + 1
-                needs = None if source in (-1, stages) else ends.get((source, action))
-                if needs is None and source not in (-1, stages):
-                    break
-                start = max(clock[stage], needs or 0.0)
-                clock[stage] = start + (forward if action.kind == "F" else backward)
-                ends[stage, action] = clock[stage]
-                starts[stage].append(start)
-                at[stage] += 1
-                moved = True
-    stuck = {s: str(schedule[s][at[s]]) for s in range(stages) if at[s] < len(schedule[s])}
-    if stuck:
-        waits = ", ".join(f"stage {s} at {a}" for s, a in stuck.items())
-        raise ValueError(f"the schedule deadlocks: {waits}; each waits for a neighbour that never gets there")
-    makespan = max(clock)
-    busy = sum(forward if a.kind == "F" else backward for actions in schedule for a in actions)
+    stages = placement(lists)
+    for rank, actions in enumerate(lists):
+        mine = [stage for stage, at in enumerate(stages) if at == rank]
+        _check_rank(f"rank {rank}", actions, mine, num_microbatches, backward=backward)
+    simulate(lists)
+
+
+def _check_rank(who: str, actions: Sequence[Action], stages: Sequence[int], count: int, *, backward: bool) -> None:
+    """Each micro-batch passes each stage once, its F before its B or I, its I before its W."""
+    done: set[Action] = set()
+    for action in actions:
+        kind, i, stage = action.kind, action.microbatch, action.stage
+        if kind not in KINDS or not 0 <= i < count or (kind != "F" and not backward):
+            raise ValueError(f"{who} runs {action}; there are micro-batches 0 to {count - 1} and kinds F, B, I, W")
+        if action in done or (kind in "IW" and Action("B", i, stage) in done):
+            raise ValueError(f"{who} runs {action} after it was done; every action is run once, B is both I and W")
+        before = {"F": None, "B": "F", "I": "F", "W": "I"}[kind]
+        if before is not None and Action(before, i, stage) not in done:  # type: ignore[arg-type]
+            raise ValueError(f"{who} runs {action} before {before}{i}@{stage}")
+        if kind == "B" and Action("I", i, stage) in done:
+            raise ValueError(f"{who} runs {action} after I{i}@{stage}; B is both I and W")
+        done.add(action)
+    for stage in stages:
+        for i in range(count):
+            if Action("F", i, stage) not in done:
+                raise ValueError(f"{who} never runs F{i}@{stage}; each of micro-batches 0 to {count - 1} must pass")
+            if backward and Action("B", i, stage) not in done and Action("W", i, stage) not in done:
+                part = "W" if Action("I", i, stage) in done else "B"
+                raise ValueError(f"{who} never runs {part}{i}@{stage}; every forward needs its whole backward")
+
+
+def simulate(lists: Lists, costs: Costs | None = None) -> Simulation:
+    """Run the lists with `costs` (default: forward 1, backward 2, of which weight 1, free transfers).
+
+    Raises:
+        ValueError: the lists deadlock; the message says what every rank is waiting for.
+    """
+    run = _Run(lists, costs or Costs())
+    run.all()
+    makespan = max(ends[-1] for ends in run.ends)
     return Simulation(
-        makespan, 1 - busy / (stages * makespan), tuple(map(_peak_in_flight, schedule)), tuple(map(tuple, starts))
+        makespan,
+        sum(map(sum, run.work)) / len(lists),
+        tuple(map(_peak_in_flight, lists)),
+        tuple(map(tuple, run.starts)),
+        tuple(map(tuple, run.ends)),
     )
+
+
+class _Run:
+    """Every rank runs until it needs what is not there, and is woken by who makes it."""
+
+    def __init__(self, lists: Lists, costs: Costs) -> None:
+        self.lists, self.place = lists, placement(lists)
+        self.cost, self.transfer = costs.table(len(self.place)), costs.transfer
+        self.starts: list[list[float]] = [[] for _ in lists]
+        self.ends: list[list[float]] = [[] for _ in lists]
+        self.work: list[list[float]] = [[] for _ in lists]
+        self.made: dict[tuple[bool, int, int], float] = {}
+        self.waiting: dict[tuple[bool, int, int], int] = {}
+
+    def all(self) -> None:
+        ready = list(range(len(self.lists)))
+        while ready:
+            self._advance(ready.pop(), ready)
+        pairs = enumerate(zip(self.lists, self.ends, strict=True))
+        waits = ", ".join(f"rank {rank} at {a[len(ends)]}" for rank, (a, ends) in pairs if len(ends) < len(a))
+        if waits:
+            raise ValueError(f"the schedule deadlocks: {waits}; each waits for another that never gets there")
+
+    def _advance(self, rank: int, ready: list[int]) -> None:
+        actions, ends = self.lists[rank], self.ends[rank]
+        for index in range(len(ends), len(actions)):
+            action = actions[index]
+            stage, i, forward = action.stage, action.microbatch, action.kind == "F"
+            at = ends[-1] if ends else 0.0
+            source = stage - 1 if forward else stage + 1
+            if action.kind != "W" and 0 <= source < len(self.place):
+                needs = (forward, source, i)
+                if needs not in self.made:
+                    self.waiting[needs] = rank
+                    return
+                at = max(at, self.made[needs] + (self.transfer if self.place[source] != rank else 0.0))
+            cost = self.cost[action.kind][stage]
+            self.starts[rank].append(at)
+            ends.append(at + cost)
+            self.work[rank].append(cost)
+            if action.kind != "W":
+                self.made[forward, stage, i] = at + cost
+                if (forward, stage, i) in self.waiting:
+                    ready.append(self.waiting.pop((forward, stage, i)))
 
 
 def _peak_in_flight(actions: Sequence[Action]) -> int:
     now = peak = 0
     for action in actions:
-        now += 1 if action.kind == "F" else -1
+        now += {"F": 1, "I": 0}.get(action.kind, -1)
         peak = max(peak, now)
     return peak

@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from parallax.plugins.pipeline.actions import Action
 from parallax.plugins.pipeline.partition import split_layers
 from parallax.plugins.pipeline.plans import find_structure
 from parallax.plugins.pipeline.plugin import PipelineParallel
-from parallax.plugins.pipeline.schedules import Action, gpipe, one_f_one_b
-from parallax.plugins.pipeline.simulator import check, simulate
+from parallax.plugins.pipeline.schedules.basic import gpipe, one_f_one_b
+from parallax.plugins.pipeline.simulator import Costs, check, simulate
 from parallax.plugins.pipeline.stage import StageOutput
 from parallax.strategies.layout import Layout
 from parallax.strategies.mesh import Mesh
@@ -28,7 +29,7 @@ def test_bubble_is_the_papers(schedule: Any, stages: int, microbatches: int) -> 
     check(lists, microbatches)
     # GPipe and 1F1B: (p - 1) / (m + p - 1) of the time idle, for any ratio of backward to forward.
     for backward in (1.0, 2.0, 3.5):
-        bubble = simulate(lists, 1.0, backward).bubble
+        bubble = simulate(lists, Costs(1.0, backward)).bubble
         assert bubble == pytest.approx((stages - 1) / (microbatches + stages - 1))
 
 
@@ -41,26 +42,25 @@ def test_activations_in_flight(stages: int, microbatches: int) -> None:
 
 def test_1f1b_of_two_stages_is_written_as_in_the_paper() -> None:
     first, second = one_f_one_b(2, 3)
-    assert " ".join(map(str, first)) == "F0 F1 B0 F2 B1 B2"
-    assert " ".join(map(str, second)) == "F0 B0 F1 B1 F2 B2"
+    assert " ".join(map(str, first)) == "F0@0 F1@0 B0@0 F2@0 B1@0 B2@0"
+    assert " ".join(map(str, second)) == "F0@1 B0@1 F1@1 B1@1 F2@1 B2@1"
 
 
-def acts(text: str) -> list[Action]:
-    return [Action(word[0], int(word[1:])) for word in text.split()]  # type: ignore[arg-type]
+def acts(text: str, stage: int) -> list[Action]:
+    return [Action(word[0], int(word[1:]), stage) for word in text.split()]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("lists", "message"),
     [
-        (["F0 B0", "F0"], r"stage 1 runs B of micro-batches \[\]"),
-        (["F0 B0 F1 B1", "F1 B1 F0 B0"], r"stage 1 runs F in order \[1, 0\], stage 0 in order \[0, 1\]"),
-        (["F0 F1 B0 B1", "B0 F0 F1 B1"], "stage 1 runs B0 before F0"),
-        (["F0 B0 F1 B1", "F0 F1 B0 B1"], "deadlocks: stage 0 at B0, stage 1 at F1"),
+        (["F0 B0", "F0"], "rank 1 never runs B0@1"),
+        (["F0 F1 B0 B1", "B0 F0 F1 B1"], "rank 1 runs B0@1 before F0@1"),
+        (["F0 B0 F1 B1", "F1 B1 F0 B0"], "deadlocks: rank 0 at B0@0, rank 1 at F1@1"),
     ],
 )
 def test_bad_lists_are_refused(lists: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        check([acts(text) for text in lists], 1 if "F1" not in lists[0] else 2)
+        check([acts(text, rank) for rank, text in enumerate(lists)], 1 if "F1" not in lists[0] else 2)
 
 
 def test_layers_are_split_evenly() -> None:

@@ -1,0 +1,1 @@
+"""The schedules Parallax brings, one file per family; found by name through `catalog.py`."""
