@@ -73,6 +73,10 @@ class Layout:
     """Parts a batch is cut into in one pass of the schedule (`mb`). Unit: micro-batches per batch and data rank.
     Default None: `pipeline_parallel_size`."""
 
+    context_inner_size: int = 1
+    """Neighbouring ranks of `cp` that exchange heads (Ulysses) inside a ring over the rest (`inner`): the 2-D hybrid.
+    Must divide `context_parallel_size`. Unit: ranks. Default 1: one ring."""
+
     def __post_init__(self) -> None:
         self.validate()
 
@@ -135,6 +139,12 @@ class Layout:
             if type(value) is not int or value < low or (high is not None and value > high):
                 limits = f"{low} to {high}" if high is not None else f"at least {low}"
                 raise ValueError(f"{name} must be a whole number, {limits}; got {value!r}")
+        cp, inner = self.context_parallel_size, self.context_inner_size
+        if cp % inner:
+            valid = ", ".join(str(n) for n in range(1, cp + 1) if cp % n == 0)
+            raise ValueError(
+                f"context_inner_size {inner} does not divide context_parallel_size {cp}; use one of {valid}"
+            )
         self._check_expert_fold()
 
     def _check_expert_fold(self) -> None:
@@ -181,6 +191,7 @@ class Layout:
         close = []
         for sizes in nearest_layouts(asked, world_size):
             changes: dict[str, Any] = {SHORT[axis]: size for axis, size in sizes.items()}
+            changes["context_inner_size"] = gcd(self.context_inner_size, sizes["cp"])
             close.append(f"`{replace(self, **changes)}`")
         below = world_size // needed * needed
         worlds = [str(n) for n in (below, below + needed) if n] if open_ended else [str(needed)]
@@ -225,6 +236,7 @@ class Layout:
         parts = [
             f"{axis}{size}" for axis in ("tp", "pp", "cp", "ep", "dp") if (size := getattr(self, SHORT[axis]) or 1) > 1
         ]
+        parts += [f"inner{self.context_inner_size}"] if self.context_inner_size > 1 else []
         parts += [f"zero{self.zero_stage}"] if self.zero_stage else []
         parts += [self.data_engine] if self.data_engine != "auto" else []
         pipelined = self.pipeline_parallel_size > 1 and self.num_microbatches is not None

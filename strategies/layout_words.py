@@ -18,6 +18,7 @@ SHORT: Mapping[str, str] = MappingProxyType(
         "tp": "tensor_parallel_size",
         "pp": "pipeline_parallel_size",
         "cp": "context_parallel_size",
+        "inner": "context_inner_size",
         "ep": "expert_parallel_size",
         "dp": "data_parallel_size",
         "zero": "zero_stage",

@@ -67,8 +67,8 @@ class Mesh:
     Attributes:
         layout: the resolved layout (data_parallel_size known).
         rank: global rank of this process.
-        comms: one `AxisComm` per name in `VIEWS`, plus "ep", "edp", "pp_back" and "tie", plus "control": a gloo
-            group over the world for small messages on the CPU (errors, object broadcasts).
+        comms: one `AxisComm` per name in `VIEWS`, plus "cp_inner", "cp_outer", "ep", "edp", "pp_back" and "tie",
+            plus "control": a gloo group over the world for small messages on the CPU (errors, object broadcasts).
         ledger: the counter behind all of them.
     """
 
@@ -113,7 +113,7 @@ class Mesh:
             return AxisComm(name, mine, rank, group, ledger)
 
         comms = {name: comm(name, partition(view, sizes)) for name, view in VIEWS.items()}
-        for name, parts in {**expert_partitions(layout), **pipeline_partitions(layout)}.items():
+        for name, parts in _further_partitions(layout).items():
             comms[name] = comm(name, parts)
         comms["control"] = comm("control", [tuple(range(world))], backend=control_backend)
         return cls(layout, rank, MappingProxyType(comms), ledger)
@@ -166,6 +166,21 @@ def partition(view: Sequence[str], sizes: Mapping[str, int]) -> list[tuple[int, 
         at = coordinates(rank, sizes)
         groups.setdefault(tuple(at[a] for a in fixed), []).append(rank)
     return sorted(tuple(g) for g in groups.values())
+
+
+def _further_partitions(layout: Layout) -> dict[str, list[tuple[int, ...]]]:
+    """Groups that are not slices along axes, in the order they are made."""
+    return {**context_partitions(layout), **expert_partitions(layout), **pipeline_partitions(layout)}
+
+
+def context_partitions(layout: Layout) -> dict[str, list[tuple[int, ...]]]:
+    """The groups "cp_inner", runs of neighbours in "cp", and "cp_outer", the ranks at the same place of their runs."""
+    inner = layout.context_inner_size
+    out: dict[str, list[tuple[int, ...]]] = {"cp_inner": [], "cp_outer": []}
+    for cp in partition(("cp",), layout.axis_sizes()):
+        out["cp_inner"] += [cp[i : i + inner] for i in range(0, len(cp), inner)]
+        out["cp_outer"] += [cp[i::inner] for i in range(inner)]
+    return {name: sorted(parts) for name, parts in out.items()}
 
 
 def expert_partitions(layout: Layout) -> dict[str, list[tuple[int, ...]]]:

@@ -12,7 +12,16 @@ from rich.table import Table
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from parallax.strategies.layout import Layout
-from parallax.strategies.mesh import AXES, VIEWS, Mesh, coordinates, expert_partitions, members, partition
+from parallax.strategies.mesh import (
+    AXES,
+    VIEWS,
+    Mesh,
+    context_partitions,
+    coordinates,
+    expert_partitions,
+    members,
+    partition,
+)
 from parallax.strategies.report import ranges, rank_table
 
 LAYOUTS = [("dp1", 1), ("tp2 pp2 dp2", 8), ("tp3 cp2 ep2", 12), ("tp2 pp4 cp2 ep4", 64), ("tp8 pp2 ep2 dp4", 64)]
@@ -151,3 +160,15 @@ def test_table_prints_its_whole_title() -> None:
 def test_ranges() -> None:
     assert ranges([6, 3, 2, 1, 0, 2]) == "0-3, 6"
     assert ranges([4]) == "4"
+
+
+def test_context_groups_are_runs_and_what_is_across_them() -> None:
+    layout = Layout.parse("tp2 cp4 inner2").resolve(16)
+    grid = np.arange(16).reshape(2, 2, 2, 2)  # dp, outer, inner, tp
+    parts = context_partitions(layout)
+    assert parts["cp_inner"] == sorted(tuple(g) for g in np.moveaxis(grid, 2, -1).reshape(-1, 2).tolist())
+    assert parts["cp_outer"] == sorted(tuple(g) for g in np.moveaxis(grid, 1, -1).reshape(-1, 2).tolist())
+    assert str(layout) == "tp2 cp4 dp2 inner2"
+    assert Layout.parse(str(layout)) == Layout.parse("tp2 cp4 dp2 inner2")
+    with pytest.raises(ValueError, match="context_inner_size 3 does not divide .* 4; use one of 1, 2, 4"):
+        Layout(context_parallel_size=4, context_inner_size=3)
