@@ -19,6 +19,8 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 
 from parallax.strategies.layout_nearest import nearest_layouts
 from parallax.strategies.layout_words import (
+    GROUP_OF_FIELD,
+    SHARDINGS,
     SHORT,
     TEXT_FIELDS,
     is_own_schedule,
@@ -77,6 +79,13 @@ class Layout:
     """Neighbouring ranks of `cp` that exchange heads (Ulysses) inside a ring over the rest (`inner`): the 2-D hybrid.
     Must divide `context_parallel_size`. Unit: ranks. Default 1: one ring."""
 
+    context_method: str = "auto"
+    """Name of the attention over sequences that are cut. Default "auto": chosen from heads, length and network."""
+
+    context_sharding: str = "zigzag"
+    """How a sequence is cut over `cp`: "zigzag" gives every rank the same work under a causal mask, "contiguous" every
+    rank one run of neighbouring tokens. Default "zigzag"."""
+
     def __post_init__(self) -> None:
         self.validate()
 
@@ -86,8 +95,8 @@ class Layout:
     def parse(cls, text: str) -> Layout:
         """Read `"tp2 pp4 cp2 ep2 dp2 zero1 mb8 gpipe"`: tokens in any order, separated by spaces, `x` or `*`.
 
-        A token is a short key and a number, the name of a schedule or data engine, or `key=value` with a short
-        or long key. "auto" and the empty string leave everything at its default.
+        A token is a short key and a number, the name of a schedule, data engine or context method, or `key=value` with
+        a short or long key. "auto" and the empty string leave everything at its default.
 
         Raises:
             ValueError: an unknown token (with the nearest one), one field set to two values, an impossible value.
@@ -237,6 +246,8 @@ class Layout:
             f"{axis}{size}" for axis in ("tp", "pp", "cp", "ep", "dp") if (size := getattr(self, SHORT[axis]) or 1) > 1
         ]
         parts += [f"inner{self.context_inner_size}"] if self.context_inner_size > 1 else []
+        parts += [self.context_method] if self.context_method != "auto" else []
+        parts += [self.context_sharding] if self.context_sharding != type(self).context_sharding else []
         parts += [f"zero{self.zero_stage}"] if self.zero_stage else []
         parts += [self.data_engine] if self.data_engine != "auto" else []
         pipelined = self.pipeline_parallel_size > 1 and self.num_microbatches is not None
@@ -250,12 +261,14 @@ class Layout:
 def _names(field: str) -> list[str]:
     from parallax.plugins import registry  # plugins are written against layouts: imported when names are looked up
 
-    names = registry.names(f"parallax.{field}s")
-    return ["auto", *names] if field == "data_engine" else names
+    if field == "context_sharding":
+        return list(SHARDINGS)
+    names = registry.names(GROUP_OF_FIELD[field])
+    return names if field == "schedule" else ["auto", *names]
 
 
 def _words() -> dict[str, str]:
-    return unique_words(schedules=_names("schedule"), engines=[n for n in _names("data_engine") if n != "auto"])
+    return unique_words({field: [name for name in _names(field) if name != "auto"] for field in TEXT_FIELDS})
 
 
 def _read_any(source: Any) -> dict[str, Any]:

@@ -33,7 +33,19 @@ SHORT: Mapping[str, str] = MappingProxyType(
 OPTIONAL = ("data_parallel_size", "num_microbatches", "stages_per_rank")
 """Fields that may be left open; "auto" or null leaves them so."""
 
-TEXT_FIELDS = ("schedule", "data_engine")
+GROUP_OF_FIELD: Mapping[str, str] = MappingProxyType(
+    {
+        "schedule": "parallax.schedules",
+        "data_engine": "parallax.data_engines",
+        "context_method": "parallax.attention",
+    }
+)
+"""Field -> entry-point group of the names it takes."""
+
+SHARDINGS = ("zigzag", "contiguous")
+"""Values of `context_sharding`."""
+
+TEXT_FIELDS = (*GROUP_OF_FIELD, "context_sharding")
 """Fields whose value is a name; in a string the bare name is enough."""
 
 FIELDS = (*dict.fromkeys(SHORT.values()), *TEXT_FIELDS)
@@ -117,6 +129,6 @@ def _unknown_token(token: str, words: Mapping[str, str], sized: re.Match[str] | 
     return unknown_name("layout token", token, shown, hint=nearest_name(token, words))
 
 
-def unique_words(schedules: Iterable[str], engines: Iterable[str]) -> dict[str, str]:
-    """Bare word -> field. A word that is both is a schedule; `data_engine=<word>` says the other."""
-    return {**dict.fromkeys(engines, "data_engine"), **dict.fromkeys(schedules, "schedule")}
+def unique_words(names: Mapping[str, Iterable[str]]) -> dict[str, str]:
+    """Bare word -> field, from field -> names. A word of several fields is the first one's; `field=word` says the others."""
+    return {word: field for field in reversed(names) for word in names[field]}
