@@ -29,21 +29,27 @@ class StagesPerRank:
 
     Attributes:
         default: when the user does not say.
-        only: the numbers it permits; None: any from 1.
+        least, most: the numbers it permits; most None: any from `least`.
     """
 
     default: int = 1
-    only: tuple[int, ...] | None = None
+    least: int = 1
+    most: int | None = None
+
+    def __str__(self) -> str:
+        if self.most is None:
+            return f"{self.least} or more"
+        return str(self.least) if self.least == self.most else f"{self.least} to {self.most}"
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def stages_per_rank(default: int, only: tuple[int, ...] | None = None) -> Callable[[Function], Function]:
+def stages_per_rank(default: int, least: int = 1, most: int | None = None) -> Callable[[Function], Function]:
     """Decorator: say how many stages per rank a schedule takes. Without it: 1 by default, any number permitted."""
 
     def mark(function: Function) -> Function:
-        function.stages_per_rank = StagesPerRank(default, only)  # type: ignore[attr-defined]
+        function.stages_per_rank = StagesPerRank(default, least, most)  # type: ignore[attr-defined]
         return function
 
     return mark
@@ -96,10 +102,11 @@ def make_lists(
     for what, value in (("ranks", num_ranks), ("micro-batches", num_microbatches), ("stages per rank", count)):
         if value < 1:
             raise ValueError(f"schedule {name} needs at least 1 of {what}, got {value}")
-    if stages.only is not None and count not in stages.only:
+    nearest = max(stages.least, count if stages.most is None else min(count, stages.most))
+    if count != nearest:
         raise ValueError(
-            f"schedule {name} puts {' or '.join(map(str, stages.only))} stage(s) on each rank, not {count}; "
-            f"set stages_per_rank={min(stages.only, key=lambda n: abs(n - count))} or choose another schedule"
+            f"schedule {name} puts {stages} stage(s) on each rank, not {count}; set stages_per_rank={nearest} or "
+            f"choose another schedule"
         )
     lists = [list(actions) for actions in schedule(num_ranks, num_microbatches, count)]
     if len(lists) != num_ranks:

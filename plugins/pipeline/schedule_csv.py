@@ -79,7 +79,7 @@ def csv_schedule(path: str | Path) -> Callable[[int, int, int], list[list[Action
     if held % ranks:
         raise ValueError(f"schedule file {str(path)!r} has {held} stages on {ranks} ranks; all need equally many")
 
-    @stages(default=held // ranks, only=(held // ranks,))
+    @stages(default=held // ranks, least=held // ranks, most=held // ranks)
     def schedule(num_ranks: int, num_microbatches: int, stages_per_rank: int = held // ranks) -> list[list[Action]]:
         if (num_ranks, num_microbatches) != (ranks, count):
             raise ValueError(

@@ -112,28 +112,31 @@ def check(lists: Lists, num_microbatches: int, *, backward: bool = True) -> None
     simulate(lists)
 
 
+_AFTER = {("", "F"): "F", ("F", "B"): "FB", ("F", "I"): "FI", ("FI", "W"): "FIW"}
+"""(what has run of one micro-batch on one stage, what runs next) -> what has run then."""
+
+
 def _check_rank(who: str, actions: Sequence[Action], stages: Sequence[int], count: int, *, backward: bool) -> None:
     """Each micro-batch passes each stage once, its F before its B or I, its I before its W."""
-    done: set[Action] = set()
+    ran: dict[tuple[int, int], str] = {}
     for action in actions:
         kind, i, stage = action.kind, action.microbatch, action.stage
         if kind not in KINDS or not 0 <= i < count or (kind != "F" and not backward):
-            raise ValueError(f"{who} runs {action}; there are micro-batches 0 to {count - 1} and kinds F, B, I, W")
-        if action in done or (kind in "IW" and Action("B", i, stage) in done):
-            raise ValueError(f"{who} runs {action} after it was done; every action is run once, B is both I and W")
-        before = {"F": None, "B": "F", "I": "F", "W": "I"}[kind]
-        if before is not None and Action(before, i, stage) not in done:  # type: ignore[arg-type]
-            raise ValueError(f"{who} runs {action} before {before}{i}@{stage}")
-        if kind == "B" and Action("I", i, stage) in done:
-            raise ValueError(f"{who} runs {action} after I{i}@{stage}; B is both I and W")
-        done.add(action)
+            kinds = "F, B, I, W" if backward else "F"
+            raise ValueError(f"{who} runs {action}; there are micro-batches 0 to {count - 1} and kinds {kinds}")
+        before = ran.get((stage, i), "")
+        after = _AFTER.get((before, kind))
+        if after is None:
+            missing = "I" if kind == "W" else "F"
+            why = f"before {missing}{i}@{stage}" if missing not in before and "B" not in before else f"after {before}"
+            raise ValueError(f"{who} runs {action} {why}; a micro-batch passes a stage as F B or as F I W")
+        ran[stage, i] = after
     for stage in stages:
         for i in range(count):
-            if Action("F", i, stage) not in done:
-                raise ValueError(f"{who} never runs F{i}@{stage}; each of micro-batches 0 to {count - 1} must pass")
-            if backward and Action("B", i, stage) not in done and Action("W", i, stage) not in done:
-                part = "W" if Action("I", i, stage) in done else "B"
-                raise ValueError(f"{who} never runs {part}{i}@{stage}; every forward needs its whole backward")
+            found = ran.get((stage, i), "")
+            if found not in (("FB", "FIW") if backward else ("F",)):
+                missing = {"": "F", "F": "B", "FI": "W"}[found]
+                raise ValueError(f"{who} never runs {missing}{i}@{stage}; each of {count} micro-batches must pass")
 
 
 def simulate(lists: Lists, costs: Costs | None = None) -> Simulation:

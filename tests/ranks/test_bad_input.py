@@ -25,7 +25,7 @@ EXPECTED: Mapping[str, str] = {
     "key": "unknown layout key 'tensor_paralel_size'; did you mean 'tensor_parallel_size'? Valid: tp, pp, ",
     "token": "unknown layout token 'tq2'; did you mean 'tp2'? Valid: tp<n>, pp<n>, ",
     "option": "unknown layout key 'num_microbatch'; did you mean 'num_microbatches'? Valid: ",
-    "schedule": "unknown schedule '1f1c'; did you mean '1f1b'? Valid: 1f1b, gpipe",
+    "schedule": "unknown schedule '1f1c'; did you mean '1f1b'? Valid: 1f1b, dualpipe_v, gpipe, ",
     "data_engine": "unknown data engine 'depspeed'; did you mean 'deepspeed'? Valid: auto, ddp, deepspeed",
     "no_plugin": "the layout cp2 dp2 uses axis cp=2, but no installed plugin serves it (installed: pipeline, tensor); "
     "set it to 1 or install a plugin for it",

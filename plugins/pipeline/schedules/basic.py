@@ -12,7 +12,7 @@ from parallax.plugins.pipeline.actions import Action
 from parallax.plugins.pipeline.catalog import stages_per_rank as stages
 
 
-@stages(default=1, only=(1,))
+@stages(default=1, most=1)
 def gpipe(num_ranks: int, num_microbatches: int, stages_per_rank: int = 1) -> list[list[Action]]:
     """All forwards, then all backwards (Huang et al. 2019, GPipe, section 2.3).
 
@@ -24,7 +24,7 @@ def gpipe(num_ranks: int, num_microbatches: int, stages_per_rank: int = 1) -> li
     ]
 
 
-@stages(default=1, only=(1,))
+@stages(default=1, most=1)
 def one_f_one_b(num_ranks: int, num_microbatches: int, stages_per_rank: int = 1) -> list[list[Action]]:
     """Warm up, then alternate one forward and one backward (Narayanan et al. 2021, section 2.2.1).
 
