@@ -258,6 +258,36 @@ class AxisComm:
         with self._named("recv", nbytes(tensor), [src]):
             return named_work(dist.irecv(tensor, src, group=self.group, tag=tag), self, "recv", [src])
 
+    def shift(self, send: Tensor, recv: Tensor, distance: int = 1, tag: int = 0) -> Work:
+        """Send to the rank `distance` further on the axis and receive from the one `distance` before, around its ends.
+
+        One call for both directions, so that no rank waits for another to turn around. The caller keeps both tensors
+        (contiguous), and leaves `send` unchanged, until the returned handle has been waited for.
+        """
+        dst, src = (self.ranks[(self.index + step) % self.size] for step in (distance, -distance))
+        pair = [
+            dist.P2POp(dist.isend, send, dst, group=self.group, tag=tag),
+            dist.P2POp(dist.irecv, recv, src, group=self.group, tag=tag),
+        ]
+        with self._named("send", nbytes(send), [dst, src]):
+            works = dist.batch_isend_irecv(pair)
+        self.ledger.add(self.axis, "recv", nbytes(recv))
+        return named_work(_Works(works), self, "shift", [dst, src])
+
+
+class _Works:
+    """Several calls in flight, waited for as one."""
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        self._works = works
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
 
 class named_work:  # noqa: N801 - used like a function
     """A call in flight whose failure names its peers and the step it was issued in."""

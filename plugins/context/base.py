@@ -185,6 +185,31 @@ class AttentionMethod(ABC):
         """
 
 
+def check_spec(spec: AttentionSpec, heads: int, kv_heads: int) -> None:
+    """Refuse by name what no method can do.
+
+    Raises:
+        ValueError: dropout; numbers out of range; per-head tensors of another size; query heads that kv heads do not
+            divide; slopes that want gradients.
+    """
+    if spec.dropout_p:
+        raise ValueError(
+            f"attention dropout {spec.dropout_p:g} under context parallelism: each rank would draw a mask of its own; "
+            "set the attention dropout of the model to 0"
+        )
+    if kv_heads < 1 or heads % kv_heads:
+        raise ValueError(f"{heads} query heads are not a multiple of {kv_heads} key and value heads")
+    if spec.window is not None and spec.window < 1:
+        raise ValueError(f"a sliding window of {spec.window} positions sees nothing; use at least 1, or None")
+    if spec.softcap is not None and spec.softcap <= 0:
+        raise ValueError(f"the soft cap of attention scores must be positive, got {spec.softcap:g}; None turns it off")
+    for label, per_head in (("sinks", spec.sinks), ("ALiBi slopes", spec.alibi_slopes)):
+        if per_head is not None and tuple(per_head.shape) != (heads,):
+            raise ValueError(f"{label} of shape {tuple(per_head.shape)} for {heads} query heads; there is one per head")
+    if spec.alibi_slopes is not None and spec.alibi_slopes.requires_grad:
+        raise ValueError("ALiBi slopes that are trained are not supported under context parallelism; detach them")
+
+
 __all__ = [
     "PADDING",
     "AttentionMethod",
@@ -193,4 +218,5 @@ __all__ = [
     "Documents",
     "Ranges",
     "SequenceShards",
+    "check_spec",
 ]

@@ -1,0 +1,144 @@
+"""The all-to-all between sequence shards and head shards, as autograd functions.
+
+It is: DeepSpeed-Ulysses' exchange (Jacobs et al. 2023): before it every rank of the group has all heads of its part of
+the sequence, after it all of the group's sequence for its part of the heads, positions ascending; and the way back.
+It is not: attention.
+
+Query heads are dealt out in runs. A rank needs the key and value heads of its query heads: with fewer of them than
+ranks they are sent to several (`replication`), and their gradients summed on the way back. Queries, keys and values are
+one message.
+"""
+
+from __future__ import annotations
+
+from math import gcd
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import Function, once_differentiable
+
+from parallax.plugins.context.base import SequenceShards
+from parallax.plugins.context.buffers import Buffers
+from parallax.strategies.comm import AxisComm
+
+
+def replication(kv_heads: int, size: int) -> int:
+    """How often every key and value head must be there for `size` ranks to get equally many, each its own queries'.
+
+    With h query heads, a multiple of both `size` and `kv_heads`, this many copies also divide the queries of one head.
+    """
+    return size // gcd(kv_heads, size)
+
+
+class Exchange:
+    """One direction's geometry: which rows of the group's sequence each of its ranks holds.
+
+    Args:
+        comm: the group that exchanges.
+        shards: the cut over the whole axis; the group is `comm.size` neighbours of it.
+        group: how many groups come before this one.
+    """
+
+    def __init__(self, comm: AxisComm, shards: SequenceShards, group: int) -> None:
+        self.comm = comm
+        start: dict[int, int] = {}  # global position of the first row of a range -> row in the group's sequence
+        at = 0
+        ranks = [shards.ranges(group * comm.size + i) for i in range(comm.size)]
+        for begin, end in sorted(piece for ranges in ranks for piece in ranges):
+            start[begin] = at
+            at += end - begin
+        self.rows, self.local_rows = at, at // comm.size
+        self.pieces = [[(start[begin], end - begin) for begin, end in ranges] for ranges in ranks]
+
+    def merge(self, parts: Tensor) -> Tensor:
+        """[size, batch, heads, local, dim], one part of the sequence per rank, as [batch, heads, rows, dim]."""
+        out = parts.new_empty((*parts.shape[1:3], self.rows, parts.shape[-1]))
+        for part, pieces in zip(parts, self.pieces, strict=True):
+            at = 0
+            for row, length in pieces:
+                out[:, :, row : row + length] = part[:, :, at : at + length]
+                at += length
+        return out
+
+    def split(self, whole: Tensor, parts: Tensor) -> None:
+        """The inverse of `merge`, into `parts`."""
+        for part, pieces in zip(parts, self.pieces, strict=True):
+            at = 0
+            for row, length in pieces:
+                part[:, :, at : at + length] = whole[:, :, row : row + length]
+                at += length
+
+
+def _views(flat: Tensor, shapes: list[tuple[int, ...]], size: int) -> list[Tensor]:
+    """[size, n] as views of [size, *shape] behind each other."""
+    widths = [torch.Size(shape).numel() for shape in shapes]
+    return [part.view(size, *shape) for part, shape in zip(flat.split(widths, 1), shapes, strict=True)]
+
+
+def _to_heads(tensors: list[Tensor], exchange: Exchange, buffers: Buffers) -> list[Tensor]:
+    """Sequence shards to head shards; every tensor's heads are a multiple of the group's size."""
+    size = exchange.comm.size
+    shapes = [(x.shape[0], x.shape[1] // size, *x.shape[2:]) for x in tensors]
+    numel = sum(x.numel() for x in tensors)
+    sent, got = (buffers.flat(name, numel, tensors[0]).view(size, -1) for name in ("sent", "got"))
+    for x, view in zip(tensors, _views(sent, shapes, size), strict=True):
+        view.copy_(x.unflatten(1, (size, -1)).transpose(0, 1))
+    exchange.comm.all_to_all_into(got, sent)
+    return [exchange.merge(view) for view in _views(got, shapes, size)]
+
+
+def _to_sequence(tensors: list[Tensor], exchange: Exchange, buffers: Buffers) -> list[Tensor]:
+    """Head shards to sequence shards: the inverse of `_to_heads`."""
+    size = exchange.comm.size
+    shapes = [(*x.shape[:2], exchange.local_rows, x.shape[-1]) for x in tensors]
+    numel = sum(x.numel() for x in tensors)
+    sent = buffers.flat("sent", numel, tensors[0]).view(size, -1)
+    got = torch.empty_like(sent)  # not kept: with a batch of one the results are views of it
+    for x, view in zip(tensors, _views(sent, shapes, size), strict=True):
+        exchange.split(x, view)
+    exchange.comm.all_to_all_into(got, sent)
+    return [view.transpose(0, 1).flatten(1, 2) for view in _views(got, shapes, size)]
+
+
+class _ToHeads(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, exchange: Exchange, buffers: Buffers
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        copies = replication(k.shape[1], exchange.comm.size)
+        ctx.rest = exchange, buffers, copies
+        if copies > 1:
+            k, v = k.repeat_interleave(copies, 1), v.repeat_interleave(copies, 1)
+        return cast(tuple[Tensor, Tensor, Tensor], tuple(_to_heads([q, k, v], exchange, buffers)))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
+        exchange, buffers, copies = ctx.rest
+        dq, dk, dv = _to_sequence([dq, dk, dv], exchange, buffers)
+        if copies > 1:
+            dk, dv = dk.unflatten(1, (-1, copies)).sum(2), dv.unflatten(1, (-1, copies)).sum(2)
+        return dq, dk, dv, None, None
+
+
+class _ToSequence(Function):
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, exchange: Exchange, buffers: Buffers) -> Tensor:
+        ctx.rest = exchange, buffers
+        return _to_sequence([out], exchange, buffers)[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _to_heads([grad], *ctx.rest)[0], None, None
+
+
+def to_heads(q: Tensor, k: Tensor, v: Tensor, exchange: Exchange, buffers: Buffers) -> tuple[Tensor, Tensor, Tensor]:
+    """q [batch, heads, local, dim] -> [batch, heads / size, rows, dim]; k and v likewise, with heads replicated."""
+    return cast(tuple[Tensor, Tensor, Tensor], _ToHeads.apply(q, k, v, exchange, buffers))
+
+
+def to_sequence(out: Tensor, exchange: Exchange, buffers: Buffers) -> Tensor:
+    """[batch, heads / size, rows, dim] -> [batch, heads, local, dim]."""
+    return cast(Tensor, _ToSequence.apply(out, exchange, buffers))

@@ -1,0 +1,152 @@
+"""Ring attention: keys and values go round, every rank keeps its queries.
+
+It is: Liu et al. 2023 (*Ring Attention with Blockwise Transformers*), with the zigzag order where the shards have it,
+and the plain local attention of one rank as the ring of size 1. It is not: kernels and merging (`local.py`).
+
+Forward, rank r of c: at step i the block of rank r - i is at hand; it is sent on to r + 1 while it is computed with,
+and the next comes in from r - 1. Two buffers take turns. Blocks that nobody sees are not fetched: with a window and
+contiguous shards the ring stops early, after the same number of steps on every rank.
+
+Backward: keys and values go round again, and their gradients follow one step behind: the gradient of a block arrives
+with what the ranks before have added, is added to, and is sent on; from the last step it goes home directly. Gradients
+travel in fp32 (fp64 for fp64), so that they are rounded once.
+
+Saved for backward: q, k and v (as one packed tensor), the output, the log-sum-exp.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import Function, once_differentiable
+
+from parallax.plugins.context.base import AttentionMethod, AttentionSpec, ContextGroups, SequenceShards, check_spec
+from parallax.plugins.context.buffers import Buffers, Pair
+from parallax.plugins.context.local import Gradients, Row, exact, tiles_of
+from parallax.plugins.context.tiles import Visible, sees
+from parallax.strategies.comm import AxisComm, Work
+
+_KEYS, _GRADS = 0, 1  # tags: both are under way at the same time
+
+
+def steps_of(spec: AttentionSpec, shards: SequenceShards) -> int:
+    """Steps of the ring: 1 plus the largest distance from a rank back to one whose keys it sees. Documents aside."""
+    visible = Visible(spec.causal, spec.window)
+
+    def seen(rank: int, distance: int) -> bool:
+        other = (rank - distance) % shards.size
+        return sees(shards.ranges(rank), shards.ranges(other), shards.tokens, visible)
+
+    far = [d for d in range(1, shards.size) if any(seen(rank, d) for rank in range(shards.size))]
+    return 1 + max(far, default=0)
+
+
+class _Ring(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, spec: AttentionSpec, shards: SequenceShards,
+        comm: AxisComm, buffers: Buffers,
+    ) -> Tensor:  # fmt: skip
+        own, row, steps = Pair.pack(k, v), Row(q, spec), steps_of(spec, shards)
+        here, queries = own, shards.ranges(comm.index)
+        for step in range(steps):
+            coming, work = here, None
+            if step + 1 < steps:
+                coming = own.like(buffers.flat(f"keys {step % 2}", own.flat.numel(), k))
+                work = comm.shift(here.flat, coming.flat, tag=_KEYS)
+            keys = shards.ranges((comm.index - step) % comm.size)
+            row.see(here.k, here.v, tiles_of(q, spec, queries, keys, shards.tokens))
+            _wait(work)
+            here = coming
+        out, lse = row.finish(sinks, v.shape[-1])
+        ctx.save_for_backward(q, own.flat, out, lse, sinks)
+        ctx.shapes, ctx.rest = (k.shape, v.shape), (spec, shards, comm, buffers)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, flat, out, lse, sinks = ctx.saved_tensors
+        spec, shards, comm, buffers = ctx.rest
+        own = Pair(flat, *ctx.shapes)
+        gradients = Gradients(grad, q, out, lse, spec)
+        dk, dv = _go_round(gradients, own, steps_of(spec, shards), shards, comm, buffers)
+        dsinks = gradients.dsinks(sinks) if ctx.needs_input_grad[3] else None
+        return gradients.dq, dk, dv, dsinks, None, None, None, None
+
+
+def _go_round(
+    gradients: Gradients, own: Pair, steps: int, shards: SequenceShards, comm: AxisComm, buffers: Buffers
+) -> tuple[Tensor, Tensor]:
+    """The gradients of this rank's keys and values."""
+    spec, q, queries, numel = gradients.spec, gradients.q, shards.ranges(comm.index), own.flat.numel()
+    here = own
+    sums = own.like(own.flat.new_zeros(numel, dtype=exact(q)))  # of the block at hand
+    incoming: Work | None = None
+    for step in range(steps):
+        last = step + 1 == steps
+        coming, work = here, None
+        if not last:
+            coming = own.like(buffers.flat(f"keys {step % 2}", numel, own.flat))
+            work = comm.shift(here.flat, coming.flat, tag=_KEYS)
+        adding = _Adding(sums, incoming)
+        keys = shards.ranges((comm.index - step) % comm.size)
+        gradients.see(here.k, here.v, tiles_of(q, spec, queries, keys, shards.tokens), adding.add)
+        adding.wait()
+        if steps > 1:
+            # onward with what the next rank computes with next; after the last step home, `step` ranks back
+            received = own.like(buffers.flat(f"grads {step % 2}", numel, own.flat, exact(q)))
+            incoming = comm.shift(sums.flat, received.flat, distance=-step if last else 1, tag=_GRADS)
+            sums = received
+        _wait(work)
+        here = coming
+    _wait(incoming)
+    kept = steps > 1  # the memory is used again
+    return sums.k.to(q.dtype, copy=kept), sums.v.to(q.dtype, copy=kept)
+
+
+class _Adding:
+    """Sums that are still coming in: waited for when the first tile of the block has been computed."""
+
+    def __init__(self, sums: Pair, incoming: Work | None) -> None:
+        self._sums, self._incoming = sums, incoming
+
+    def add(self, columns: slice, dk: Tensor, dv: Tensor) -> None:
+        self.wait()
+        self._sums.add(columns, dk, dv)
+
+    def wait(self) -> None:
+        _wait(self._incoming)
+        self._incoming = None
+
+
+def _wait(work: Work | None) -> None:
+    if work is not None:
+        work.wait()
+
+
+def ring_attention(
+    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, shards: SequenceShards, comm: AxisComm, buffers: Buffers
+) -> Tensor:
+    """Attention of `q` over the sequence cut over `comm` as `shards` says; see `AttentionMethod.__call__`."""
+    with torch.autocast(q.device.type, enabled=False):
+        return cast(Tensor, _Ring.apply(q, k, v, spec.sinks, spec, shards, comm, buffers))
+
+
+class RingAttention(AttentionMethod):
+    """Any number of heads, keys and values of a neighbour at a time: memory and wire grow with s / c and kv heads."""
+
+    name = "ring"
+
+    def __init__(self, groups: ContextGroups) -> None:
+        super().__init__(groups)
+        self._buffers = Buffers()
+
+    @classmethod
+    def check(cls, spec: AttentionSpec, heads: int, kv_heads: int, size: int, inner: int = 1) -> None:
+        check_spec(spec, heads, kv_heads)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, shards: SequenceShards) -> Tensor:
+        return ring_attention(q, k, v, spec, shards, self.groups.cp, self._buffers)
