@@ -108,6 +108,10 @@ class ParallelPlugin(ABC):
     def finalize_grads(self, model: nn.Module, *, mesh: Mesh) -> None:
         """Complete `param.grad` after the last backward and before the reduction over the data axis."""
 
+    def whole_output(self, output: Any) -> Any:
+        """What the user's step returned, with every tensor as it would be without the axis. Collective."""
+        return output
+
     def param_shard(self, fqn: str) -> ParamShard | None:
         """How the local tensor of parameter `fqn` sits in the whole; None when the axis leaves it alone."""
         return None

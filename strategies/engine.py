@@ -133,7 +133,7 @@ class Engine:
         parts = self._shard([batch])
         if self.mesh.size("pp") == 1:
             with self._autocast():
-                return self.data.forward(fn, parts[0], *rest)
+                return self._whole(self.data.forward(fn, parts[0], *rest))
         outputs, logs = self._run(fn, parts, rest, torch.ones(1, device=self._device))
         shared = self._share(Shared(logs, None, {"output": outputs.get(0)}), self.module, self._device)
         replay(self.module, shared.logs)
@@ -167,6 +167,11 @@ class Engine:
             parts = [plugin.shard_batch(part, mesh=self.mesh) for part in parts]
         return parts
 
+    def _whole(self, output: Any) -> Any:
+        for plugin in self.plugins:
+            output = plugin.whole_output(output)
+        return output
+
     def _token_counts(self, parts: list[Any]) -> Tensor:
         """Valid target tokens of each micro-batch; ones when the batch has no labels."""
         counts = [valid_tokens(part, shifted=self._shifted) for part in parts]
@@ -197,7 +202,7 @@ class Engine:
             def step(index: int) -> Any:
                 recorder.microbatch = index
                 with self._autocast():
-                    return fn(parts[index], *rest)
+                    return self._whole(fn(parts[index], *rest))
 
             outputs = self._executor.run(actions, step, keys, loss_of, note=f"step {self.steps}")
         return outputs, recorder.averaged(counts) if self.mesh.is_last_stage else []

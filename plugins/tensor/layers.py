@@ -25,6 +25,7 @@ from parallax.plugins.tensor.functions import (
     reduce_from_region,
     split_last_dim,
 )
+from parallax.plugins.tensor.logits_ops import head_output
 from parallax.plugins.tensor.shards import conv1d_type
 from parallax.plugins.tensor.styles import Kind, Style
 from parallax.strategies.comm import AxisComm
@@ -37,16 +38,22 @@ class Column(nn.Module):
         comm: the tensor axis.
         entry: shared with the other column layers of the block; `member` is this layer's number in it.
         gathered: whole output width when the output is gathered, else None.
+        is_head: whether the output is logits, which stay cut and only look whole (`logits.py`).
     """
 
     comm: AxisComm
     entry: SharedInput
     member: int
     gathered: int | None
+    is_head: bool
 
     def forward(self, x: Tensor) -> Tensor:
         out = _product(self, self.entry.enter(x, self.member), self.get_parameter("bias") if _has_bias(self) else None)
-        return out if self.gathered is None else gather_last_dim(out, self.comm, self.gathered)
+        if self.gathered is None:
+            return out
+        if self.is_head:
+            return head_output(out, self.comm, self.gathered)
+        return gather_last_dim(out, self.comm, self.gathered)
 
 
 class Row(nn.Module):
@@ -127,7 +134,7 @@ def _embedding_class(base: type) -> type[nn.Module]:
     return type(f"VocabParallel{base.__name__}", (base, VocabParallelEmbedding), {})
 
 
-def become_column(module: nn.Module, style: Style, entry: SharedInput, member: int) -> None:
+def become_column(module: nn.Module, style: Style, entry: SharedInput, member: int, *, is_head: bool = False) -> None:
     """Turn a linear whose parameters are already local into a column-parallel one."""
     comm = entry.comm
     width = "out_features" if isinstance(module, nn.Linear) else "nf"
@@ -140,6 +147,7 @@ def become_column(module: nn.Module, style: Style, entry: SharedInput, member: i
         ("entry", entry),
         ("member", member),
         ("gathered", whole if style.whole_outside else None),
+        ("is_head", is_head),
     ):
         setattr(module, name, value)
 

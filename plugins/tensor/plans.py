@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -23,7 +23,7 @@ from torch import nn
 
 from parallax.plugins.tensor.known import KNOWN_PLANS, LM_HEAD
 from parallax.plugins.tensor.shards import is_embedding
-from parallax.plugins.tensor.styles import Style, is_expert_word, parse_style
+from parallax.plugins.tensor.styles import Kind, Style, is_expert_word, parse_style
 
 HOW_TO = (
     "give it one: a `tp_plan` attribute on the module or ParallaxStrategy(tp_plan={...}), e.g. "
@@ -134,6 +134,33 @@ def _embedding_rules(model: nn.Module, module: nn.Module) -> list[Rule]:
         return []
     fqn = next((name for name, m in model.named_modules() if m is embedding), None)
     return [] if fqn is None else [Rule(fqn, "embedding_rowwise", "the input embedding", False)]
+
+
+def vocabularies(targets: Iterable[Target]) -> set[int]:
+    """Sizes of the vocabularies that the targets' embeddings look up."""
+    embeddings = [t.module for t in targets if t.style.kind is Kind.EMBEDDING]
+    return {int(getattr(module, "num_embeddings", 0)) for module in embeddings}
+
+
+def vocabulary_heads(model: nn.Module, targets: Iterable[Target], known: set[int]) -> set[int]:
+    """Ids of the modules whose gathered output is logits.
+
+    Those are the output embedding of a Hugging Face model, and layers as wide as a vocabulary (`known`, or that of an
+    embedding among the targets).
+    """
+    targets = list(targets)
+    widths = known | vocabularies(targets)
+    outputs = {id(m) for _, hf in hf_models(model) if (m := _output_embedding(hf)) is not None}
+    gathered = [t.module for t in targets if t.style.kind is Kind.COLUMN and t.style.whole_outside]
+    return {id(m) for m in gathered if id(m) in outputs or getattr(m, "out_features", None) in widths}
+
+
+def _output_embedding(module: nn.Module) -> Any:
+    get: Any = getattr(module, "get_output_embeddings", None)
+    try:
+        return get() if get is not None else None
+    except (NotImplementedError, AttributeError):
+        return None
 
 
 def _cuts_layers(rule: Rule) -> bool:

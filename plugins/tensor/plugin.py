@@ -16,6 +16,7 @@ backward 2L + 1 all-reduces of b s h (attention, MLP, head).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,12 +26,14 @@ from parallax.plugins.tensor.agreement import require_agreement
 from parallax.plugins.tensor.checks import conditions, require_divisible
 from parallax.plugins.tensor.functions import SharedInput
 from parallax.plugins.tensor.layers import become_column, become_row, become_vocab_parallel
-from parallax.plugins.tensor.plans import Target, collect_rules, resolve
+from parallax.plugins.tensor.logits import whole
+from parallax.plugins.tensor.plans import Target, collect_rules, resolve, vocabularies, vocabulary_heads
 from parallax.plugins.tensor.shards import module_shards, vocabulary
 from parallax.plugins.tensor.styles import Kind
 from parallax.strategies.comm import AxisComm
 from parallax.strategies.layout import Layout
 from parallax.strategies.mesh import Mesh
+from parallax.strategies.tree import map_tensors
 
 _CUTTING = (Kind.COLUMN, Kind.ROW, Kind.EMBEDDING)
 
@@ -51,6 +54,7 @@ class TensorParallel(ParallelPlugin):
         self._shards: dict[str, ParamShard] = {}
         self._summed: list[str] = []
         self._agreed = False
+        self._vocabularies: set[int] = set()
         self._report: dict[str, str] = {}
 
     def check(self, layout: Layout, model: nn.Module) -> None:
@@ -67,6 +71,7 @@ class TensorParallel(ParallelPlugin):
             _refuse_embedding_options(target)
         require_divisible(conditions(model, targets.values()), size)
         shard_parameters(model, targets, size, 0)
+        self._vocabularies = vocabularies(targets.values())
 
     def apply(self, model: nn.Module, *, mesh: Mesh, layout: Layout) -> None:
         """Replace what the plan names by this rank's part; FQNs, ties, hooks and `requires_grad` stay."""
@@ -77,7 +82,7 @@ class TensorParallel(ParallelPlugin):
         cuts = shard_parameters(model, targets, comm.size, comm.index)
         self._record(model, targets, cuts, comm)
         _replace_parameters(model, cuts)
-        _become(targets, comm)
+        _become(targets, comm, vocabulary_heads(model, targets.values(), self._vocabularies))
         self._report = _describe(model, targets, self._shards, comm)
 
     def _record(
@@ -119,6 +124,9 @@ class TensorParallel(ParallelPlugin):
 
     def param_shard(self, fqn: str) -> ParamShard | None:
         return self._shards.get(fqn)
+
+    def whole_output(self, output: Any) -> Any:
+        return map_tensors(whole, output)
 
     def describe(self) -> dict[str, str]:
         return dict(self._report)
@@ -182,7 +190,7 @@ def _replace_parameters(model: nn.Module, cuts: Mapping[int, ParamShard]) -> Non
             module._parameters[name] = new[id(param)]
 
 
-def _become(targets: Mapping[str, Target], comm: AxisComm) -> None:
+def _become(targets: Mapping[str, Target], comm: AxisComm, heads: set[int]) -> None:
     """Change classes and size attributes; column layers of one parent module share the entry of their region."""
     siblings: dict[str, list[Target]] = {}
     done: set[object] = set()
@@ -203,7 +211,7 @@ def _become(targets: Mapping[str, Target], comm: AxisComm) -> None:
     for group in siblings.values():
         entry = SharedInput(comm, len(group))
         for member, target in enumerate(group):
-            become_column(target.module, target.style, entry, member)
+            become_column(target.module, target.style, entry, member, is_head=id(target.module) in heads)
 
 
 def _describe(

@@ -79,12 +79,16 @@ def _parity(rank: int, world: int, names: list[str]) -> dict[str, dict[tuple[str
 
 
 def _textbook(world: int) -> dict[tuple[str, str, str], tuple[int, int]]:
-    """Per layer two all-reduces of b s h each way, one more for the embedding and the head, one gather of logits."""
-    activation, padded = BATCH * SEQ * HIDDEN * FP64, -(-VOCAB // world) * world
+    """Per layer two all-reduces of b s h each way, one more for the embedding and the head, and no logits.
+
+    Each of the two losses of `loss_of` sends a maximum, then two sums per token: transformers' for b s tokens in fp32,
+    ours for b (s - 1) in fp64.
+    """
+    activation = BATCH * SEQ * HIDDEN * FP64
+    losses = 3 * (BATCH * SEQ * 4 + BATCH * (SEQ - 1) * FP64)
     return {
-        ("tp", "all_reduce", "forward"): (2 * LAYERS + 1, (2 * LAYERS + 1) * activation),
+        ("tp", "all_reduce", "forward"): (2 * LAYERS + 1 + 2 * 2, (2 * LAYERS + 1) * activation + losses),
         ("tp", "all_reduce", "backward"): (2 * LAYERS + 1, (2 * LAYERS + 1) * activation),
-        ("tp", "all_gather", "forward"): (1, BATCH * SEQ * padded * FP64),
     }
 
 
@@ -128,7 +132,7 @@ def _checkpointed(forward: Any) -> Any:
 def test_recomputed_layers_give_the_same_gradients_and_repeat_only_the_forward() -> None:
     for calls, worst, kept in run_ranks(2, _recompute):
         assert worst < 1e-10
-        assert calls["forward"] == 2 * LAYERS + 1
+        assert calls["forward"] == 2 * LAYERS + 1 + 2 * 2  # two losses
         # backward repeats a layer's forward up to the last tensor it needs: the reduction after the MLP is not
         assert calls["backward"] == (2 * LAYERS + 1) + LAYERS
         assert kept == []
@@ -159,7 +163,8 @@ def test_under_bf16_autocast_messages_are_bf16_and_gradients_close() -> None:
         assert grad_error < 5e-2
         assert dtype == "torch.float32"
         assert traffic["tp", "all_reduce", "backward"] == (2 * LAYERS + 1) * activation * 2
-        assert traffic["tp", "all_reduce", "forward"] == 2 * LAYERS * activation * 2 + activation * 4  # embedding: fp32
+        loss = BATCH * SEQ * 3 * 4 + BATCH * (SEQ - 1) * (2 + 2 * 4)  # transformers' in fp32, ours from bf16 logits
+        assert traffic["tp", "all_reduce", "forward"] == 2 * LAYERS * activation * 2 + activation * 4 + loss
 
 
 def _odd_uses(rank: int, world: int) -> None:
