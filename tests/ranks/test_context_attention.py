@@ -7,6 +7,7 @@ The reference is a softmax over the whole score matrix in fp64 (`tests/attention
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from parallax.plugins import registry
 from parallax.plugins.context import local
 from parallax.plugins.context.base import AttentionMethod, AttentionSpec, ContextGroups, SequenceShards
 from parallax.plugins.context.tiles import Blocking
+from parallax.plugins.context.traffic import AttentionShape, traffic
+from parallax.strategies.comm import Traffic
 from parallax.strategies.layout import Layout
 from parallax.strategies.mesh import Mesh
 from tests.context_cases import MASKS, Case, Shape, expected, make
@@ -98,3 +101,55 @@ def test_one_dimensional_methods_equal_one_process(size: int) -> None:
 def test_the_hybrid_equals_one_process() -> None:
     cases = _cases()
     assert run_ranks(4, _compare_all, ("hybrid",), cases, 2, timeout=120) == [2 * len(cases)] * 4
+
+
+# What is sent
+
+SENT = [
+    Case("causal"), Case("causal", order="contiguous"), Case("full", dtype=torch.float32),
+    Case("causal", Shape(heads=8, kv_heads=2, tokens=41, dim=12, value_dim=5), dtype=torch.bfloat16),
+    Case("window", order="contiguous"), Case("window"), Case("documents"), Case("sinks", Shape(heads=12, kv_heads=6)),
+]  # fmt: skip
+
+
+def _count(rank: int, size: int, names: tuple[str, ...], inner: int = 1) -> dict[tuple[str, int], Any]:
+    groups, counted = ContextGroups.of(_mesh(rank, size, inner)), {}
+    for name in names:
+        method = registry.load("parallax.attention", name)(groups)
+        for number, case in enumerate(SENT):
+            spec, shards, whole = make(case, size)
+            groups.cp.ledger.reset()
+            _call(method, spec, shards, whole, rank)
+            counted[name, number] = dict(groups.cp.ledger.counts)
+    return counted
+
+
+@pytest.mark.parametrize(("size", "inner", "names"), [(2, 1, METHODS), (4, 2, (*METHODS, "hybrid"))])
+def test_counted_bytes_are_the_formulas(size: int, inner: int, names: tuple[str, ...]) -> None:
+    for counted in run_ranks(size, _count, names, inner):
+        assert len(counted) == len(names) * len(SENT)
+        for (name, number), counts in counted.items():
+            case = SENT[number]
+            spec, shards, whole = make(case, size)
+            s = case.shape
+            shape = AttentionShape(s.batch, s.heads, s.kv_heads, s.dim, s.value_dim, whole["q"].element_size())
+            assert counts == traffic(name, shape, spec, shards, inner), (name, case)
+
+
+def test_the_formulas_are_the_textbook() -> None:
+    """Numbers worked out by hand: b 2, s 48 on 4 ranks (12 each), 4 heads, 2 kv heads, d 8, fp64."""
+    shards, spec, shape = SequenceShards.of(48, 4), AttentionSpec(), AttentionShape(2, 4, 2, 8, 8, 8)
+    keys = 2 * 12 * 2 * (8 + 8) * 8
+    ring = traffic("ring", shape, spec, shards)
+    assert ring["cp", "send", "forward"] == Traffic(3, 3 * keys)
+    assert ring["cp", "send", "backward"] == Traffic(7, 3 * keys + 4 * keys)
+    gathered = traffic("all_gather", shape, spec, shards)
+    assert gathered["cp", "all_gather", "forward"] == Traffic(1, 4 * keys)
+    assert gathered["cp", "reduce_scatter", "backward"] == Traffic(1, 4 * keys)
+    # two kv heads for four ranks: each is sent twice, as four are
+    tokens = 2 * 12 * 4 * 8 * 8
+    assert traffic("ulysses", shape, spec, shards)["cp", "all_to_all", "forward"] == Traffic(2, 4 * tokens)
+    # a window of 7 with 12 tokens a rank reaches the neighbour alone, if neighbours hold neighbouring tokens
+    near = traffic("ring", shape, AttentionSpec(window=7), SequenceShards.of(48, 4, "contiguous"))
+    assert near["cp", "send", "forward"] == Traffic(1, keys)
+    assert near["cp", "send", "backward"] == Traffic(3, keys + 2 * keys)
