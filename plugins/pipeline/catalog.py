@@ -89,14 +89,25 @@ def find_schedule(text: str) -> Schedule:
 
 
 def make_lists(
-    schedule: Schedule, num_ranks: int, num_microbatches: int, stages_per_rank: int | None = None
+    schedule: Schedule,
+    num_ranks: int,
+    num_microbatches: int,
+    stages_per_rank: int | None = None,
+    *,
+    name: str | None = None,
 ) -> list[list[Action]]:
-    """The checked lists of `schedule`, one for each rank; `stages_per_rank` None is the schedule's default.
+    """The checked lists of `schedule`, one for each rank.
+
+    Args:
+        schedule: the function.
+        num_ranks, num_microbatches: p and m.
+        stages_per_rank: v; None: the schedule's default.
+        name: what messages call it; None: the function's own name.
 
     Raises:
         ValueError: a number it does not permit; lists that are incomplete, out of order or deadlock.
     """
-    name = getattr(schedule, "__name__", type(schedule).__name__)
+    name = name or getattr(schedule, "__name__", type(schedule).__name__)
     stages = stages_of(schedule)
     count = stages.default if stages_per_rank is None else stages_per_rank
     for what, value in (("ranks", num_ranks), ("micro-batches", num_microbatches), ("stages per rank", count)):

@@ -88,5 +88,4 @@ def csv_schedule(path: str | Path) -> Callable[[int, int, int], list[list[Action
             )
         return lists
 
-    schedule.__name__ = str(path)
     return schedule

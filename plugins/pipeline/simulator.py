@@ -1,7 +1,7 @@
 """Checks a schedule before any process runs it, and computes what it costs.
 
-It is: a pure, event-driven run of action lists with given costs: completeness, order, absence of deadlock, makespan,
-bubble and activations in flight, in time linear in the number of actions. It is not: a measurement.
+It is: a pure, event-driven run of action lists with given costs, in time linear in the number of actions: completeness,
+order, absence of deadlock, and the times of all actions. It is not: a measurement (`trace.py`).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from parallax.plugins.pipeline.actions import KINDS, Action, Kind, Lists, placement
+from parallax.plugins.pipeline.timeline import Timeline
 
 Cost = float | Sequence[float]
 """The time of one action: one number, or one for each virtual stage."""
@@ -62,43 +63,6 @@ def _each(kind: str, cost: Cost, stages: int) -> list[float]:
     return [float(value) for value in cost]
 
 
-@dataclass(frozen=True)
-class Simulation:
-    """What a schedule costs. Times are in the unit of the costs; a rank's work is all its actions' costs.
-
-    Attributes:
-        makespan: from the first start to the last end, over all ranks.
-        ideal: the mean work of a rank: the makespan if no rank ever waited and all had equal work.
-        peak_in_flight: per rank, the most activations it holds at once. Unit: one micro-batch's activations of one
-            virtual stage, held from its F to the end of its B or W.
-        starts, ends: per rank, the times of each action.
-    """
-
-    makespan: float
-    ideal: float
-    peak_in_flight: tuple[int, ...]
-    starts: tuple[tuple[float, ...], ...]
-    ends: tuple[tuple[float, ...], ...]
-
-    @property
-    def bubble(self) -> float:
-        """Idle share of all ranks' time: (makespan - ideal) / makespan."""
-        return 1 - self.ideal / self.makespan
-
-    @property
-    def bubble_of_ideal(self) -> float:
-        """Idle time over the ideal time, as papers have it: (makespan - ideal) / ideal."""
-        return self.makespan / self.ideal - 1
-
-    @property
-    def span(self) -> float:
-        """The longest time any one rank needs, from its own first start to its own last end.
-
-        The cost of a step where ranks need not start together (Qi et al. 2023, section 5.3).
-        """
-        return max(ends[-1] - starts[0] for starts, ends in zip(self.starts, self.ends, strict=True))
-
-
 def check(lists: Lists, num_microbatches: int, *, backward: bool = True) -> None:
     """Refuse lists that are incomplete, out of order or deadlock.
 
@@ -139,7 +103,7 @@ def _check_rank(who: str, actions: Sequence[Action], stages: Sequence[int], coun
                 raise ValueError(f"{who} never runs {missing}{i}@{stage}; each of {count} micro-batches must pass")
 
 
-def simulate(lists: Lists, costs: Costs | None = None) -> Simulation:
+def simulate(lists: Lists, costs: Costs | None = None) -> Timeline:
     """Run the lists with `costs` (default: forward 1, backward 2, of which weight 1, free transfers).
 
     Raises:
@@ -147,14 +111,7 @@ def simulate(lists: Lists, costs: Costs | None = None) -> Simulation:
     """
     run = _Run(lists, costs or Costs())
     run.all()
-    makespan = max(ends[-1] for ends in run.ends)
-    return Simulation(
-        makespan,
-        sum(map(sum, run.work)) / len(lists),
-        tuple(map(_peak_in_flight, lists)),
-        tuple(map(tuple, run.starts)),
-        tuple(map(tuple, run.ends)),
-    )
+    return Timeline(lists, run.starts, run.ends)
 
 
 class _Run:
@@ -165,7 +122,6 @@ class _Run:
         self.cost, self.transfer = costs.table(len(self.place)), costs.transfer
         self.starts: list[list[float]] = [[] for _ in lists]
         self.ends: list[list[float]] = [[] for _ in lists]
-        self.work: list[list[float]] = [[] for _ in lists]
         self.made: dict[tuple[bool, int, int], float] = {}
         self.waiting: dict[tuple[bool, int, int], int] = {}
 
@@ -194,16 +150,7 @@ class _Run:
             cost = self.cost[action.kind][stage]
             self.starts[rank].append(at)
             ends.append(at + cost)
-            self.work[rank].append(cost)
             if action.kind != "W":
                 self.made[forward, stage, i] = at + cost
                 if (forward, stage, i) in self.waiting:
                     ready.append(self.waiting.pop((forward, stage, i)))
-
-
-def _peak_in_flight(actions: Sequence[Action]) -> int:
-    now = peak = 0
-    for action in actions:
-        now += {"F": 1, "I": 0}.get(action.kind, -1)
-        peak = max(peak, now)
-    return peak

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from parallax.cli_run import run_module, run_script, use_layout
+from parallax.cli_schedule import add_schedule
 from parallax.plugins.launch.launch_command import main as launch
 from parallax.plugins.launch.mpirun import main as mpirun
 from parallax.plugins.registry import GROUPS, available
@@ -96,6 +97,7 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     layout.add_argument("--world", type=int, metavar="N", help="number of ranks (default: the fewest that fit)")
     layout.set_defaults(command=show_layout)
     add_topo(commands)
+    add_schedule(commands)
     return parser, list(commands.choices)
 
 

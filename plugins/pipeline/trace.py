@@ -1,0 +1,120 @@
+"""A real step beside the predicted one: measured costs, bubble, and which stage is the slowest.
+
+It is: what becomes of the times an executor recorded, in memory and in a JSON file. It is not: the recording
+(`executor.py`) or the pictures (`picture_text.py`, `picture_svg.py`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from parallax.plugins.pipeline.actions import KINDS, Action, Kind
+from parallax.plugins.pipeline.simulator import Costs, simulate
+from parallax.plugins.pipeline.timeline import Timeline
+
+Record = tuple[Action, float, float]
+"""An action and when its work began and ended, without the wait for what it needs. Unit: seconds on one clock."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A measured step and what the simulator says of the same lists at the measured mean costs.
+
+    Attributes:
+        measured, predicted: the two, times in seconds from 0.
+        costs: mean seconds of each kind on each virtual stage.
+    """
+
+    measured: Timeline
+    predicted: Timeline
+    costs: Costs
+
+    @property
+    def stage_seconds(self) -> tuple[float, ...]:
+        """Mean time of one micro-batch on each virtual stage, forward and backward."""
+        times = [0.0] * len(self.measured.placement)
+        for action, start, end in _records(self.measured):
+            times[action.stage] += end - start
+        return tuple(time / self.measured.microbatches for time in times)
+
+    @property
+    def slowest_stage(self) -> int:
+        """The virtual stage whose micro-batches take longest."""
+        times = self.stage_seconds
+        return times.index(max(times))
+
+    def __str__(self) -> str:
+        times, at = self.stage_seconds, self.slowest_stage
+        mean = sum(times) / len(times)
+        return (
+            f"measured {self.measured.makespan * 1e3:.3g} ms, bubble {self.measured.bubble:.1%}; predicted "
+            f"{self.predicted.makespan * 1e3:.3g} ms, bubble {self.predicted.bubble:.1%}; slowest: stage {at} on rank "
+            f"{self.measured.placement[at]}, {times[at] * 1e3:.3g} ms a micro-batch, {times[at] / mean:.2f} x the mean"
+        )
+
+
+def compare(records: Sequence[Sequence[Record]]) -> Comparison:
+    """Compare the records of one step, one list for each rank, with the prediction at their own mean costs."""
+    begin = min(start for rank in records for _, start, _ in rank)
+    measured = Timeline(
+        [[action for action, _, _ in rank] for rank in records],
+        [[start - begin for _, start, _ in rank] for rank in records],
+        [[end - begin for _, _, end in rank] for rank in records],
+    )
+    costs = _mean_costs(measured)
+    return Comparison(measured, simulate(measured.lists, costs), costs)
+
+
+def save_trace(records: Sequence[Sequence[Record]], path: str | Path) -> None:
+    """Write records as JSON: per rank, [kind, micro-batch, stage, start, end] of each action."""
+    rows = [[[a.kind, a.microbatch, a.stage, start, end] for a, start, end in rank] for rank in records]
+    Path(path).write_text(json.dumps({"unit": "s", "ranks": rows}) + "\n")
+
+
+def load_trace(path: str | Path) -> list[list[Record]]:
+    """Read what `save_trace` wrote.
+
+    Raises:
+        ValueError: no such file, or it is not a trace.
+    """
+    try:
+        rows: Any = json.loads(Path(path).read_text())["ranks"]
+        records = [[_record(*row) for row in rank] for rank in rows]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"trace file {str(path)!r} cannot be read: {type(error).__name__}: {error}") from error
+    if not records or not all(records):
+        raise ValueError(f"trace file {str(path)!r} has a rank without actions")
+    return records
+
+
+def _record(kind: Kind, microbatch: int, stage: int, start: float, end: float) -> Record:
+    if kind not in KINDS:
+        raise ValueError(f"{kind!r} is no kind of action")
+    return Action(kind, int(microbatch), int(stage)), float(start), float(end)
+
+
+def _records(timeline: Timeline) -> list[Record]:
+    return [
+        record
+        for rank in zip(timeline.lists, timeline.starts, timeline.ends, strict=True)
+        for record in zip(*rank, strict=True)
+    ]
+
+
+def _mean_costs(timeline: Timeline) -> Costs:
+    total: dict[tuple[str, int], float] = {}
+    count: dict[tuple[str, int], int] = {}
+    for action, start, end in _records(timeline):
+        key = action.kind, action.stage
+        total[key] = total.get(key, 0.0) + end - start
+        count[key] = count.get(key, 0) + 1
+
+    def of(kind: Kind) -> list[float]:
+        keys = [(kind, stage) for stage in range(len(timeline.placement))]
+        return [total[key] / count[key] if key in count else 0.0 for key in keys]
+
+    return Costs(forward=of("F"), backward=of("B"), weight=of("W"), input=of("I"))
