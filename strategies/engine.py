@@ -212,7 +212,10 @@ class Engine:
         if key not in self._lists:
             ranks = self.mesh.size("pp")
             schedule = self._schedule if ranks > 1 else one_f_one_b
-            lists = make_lists(schedule, ranks, count, name=self.mesh.layout.schedule) if backward else forward_only(range(ranks), count)
+            if backward:
+                lists = make_lists(schedule, ranks, count, name=self.mesh.layout.schedule)
+            else:
+                lists = forward_only(range(ranks), count)
             if splits_backward(lists) or placement(lists) != tuple(range(ranks)):
                 raise ValueError(f"schedule {self.mesh.layout.schedule!r} can be simulated but not yet run")
             self._lists[key] = lists[self.mesh.index("pp")]
