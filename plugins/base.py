@@ -7,7 +7,7 @@ It is: the abstract `ParallelPlugin`, the description of how a local tensor sits
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -33,6 +33,8 @@ class ParamShard:
         axis: mesh axis the parameter is cut over, or replicated over when `dim` is None.
         owner: whether this rank counts the parameter in the gradient norm. Exactly one replica of every
             element does.
+        inner: a further cut, over another axis, of what this one leaves (its `shape` is this `local_shape` without it);
+            None for none.
     """
 
     shape: tuple[int, ...]
@@ -41,9 +43,16 @@ class ParamShard:
     pad: int = 0
     axis: str = "tp"
     owner: bool = True
+    inner: ParamShard | None = None
 
     @property
     def local_shape(self) -> tuple[int, ...]:
+        if self.inner is not None:
+            return self.inner.local_shape
+        return self._outer_shape
+
+    @property
+    def _outer_shape(self) -> tuple[int, ...]:
         if self.dim is None:
             return self.shape
         shape = list(self.shape)
@@ -54,6 +63,8 @@ class ParamShard:
         """This rank's part of `whole` (a new, contiguous tensor; works on the meta device)."""
         if tuple(whole.shape) != self.shape:
             raise ValueError(f"expected the whole tensor of shape {self.shape}, got {tuple(whole.shape)}")
+        if self.inner is not None:
+            return self.inner.take(replace(self, inner=None).take(whole))
         if self.dim is None:
             return whole.clone()
         parts = [whole.narrow(self.dim, start, stop - start) for start, stop in self.ranges]
@@ -65,6 +76,12 @@ class ParamShard:
 
     def put(self, whole: Tensor, local: Tensor) -> None:
         """Write this rank's part back into `whole` in place; padding is dropped."""
+        if self.inner is not None:
+            outer = replace(self, inner=None)
+            between = outer.take(whole)
+            self.inner.put(between, local)
+            outer.put(whole, between)
+            return
         if self.dim is None:
             whole.copy_(local)
             return
@@ -86,6 +103,8 @@ class ParallelPlugin(ABC):
     """Name of the entry point, e.g. "tensor"."""
     axis: ClassVar[str]
     """Mesh axis it works along, e.g. "tp". The plugin is applied when that axis is longer than 1."""
+    also: ClassVar[tuple[str, ...]] = ()
+    """Further axes that call for it when longer than 1."""
 
     @abstractmethod
     def check(self, layout: Layout, model: nn.Module) -> None:
@@ -114,6 +133,10 @@ class ParallelPlugin(ABC):
 
     def param_shard(self, fqn: str) -> ParamShard | None:
         """How the local tensor of parameter `fqn` sits in the whole; None when the axis leaves it alone."""
+        return None
+
+    def averaged_over(self, fqn: str) -> str | None:
+        """The mesh group whose ranks hold replicas of the local tensor of `fqn`, when that is not "data"."""
         return None
 
     def describe(self) -> dict[str, str]:

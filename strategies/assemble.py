@@ -44,11 +44,11 @@ def make_plugins(layout: Layout, plans: Mapping[str, Mapping[str, Any] | None]) 
     """
     sizes = {**layout.axis_sizes(), "ep": layout.expert_parallel_size}
     wanted = [axis for axis, _ in ORDER if sizes[axis] > 1]
-    found: dict[str, list[ParallelPlugin]] = {axis: [] for axis in wanted}
+    found: dict[str, list[ParallelPlugin]] = {axis: [] for axis, _ in ORDER}
     if wanted:
         for name in registry.names("parallax.parallelism"):
             kind: Any = registry.load("parallax.parallelism", name)
-            if kind.axis in found:
+            if any(axis in wanted for axis in (kind.axis, *kind.also)):
                 plan = plans.get(kind.axis)
                 found[kind.axis].append(kind(plan=plan) if plan is not None else kind())
     missing = [axis for axis in wanted if not found[axis]]
@@ -58,7 +58,7 @@ def make_plugins(layout: Layout, plans: Mapping[str, Mapping[str, Any] | None]) 
             f"the layout {layout} uses axis {', '.join(f'{a}={sizes[a]}' for a in missing)}, but no installed plugin "
             f"serves it (installed: {', '.join(served)}); set it to 1 or install a plugin for it"
         )
-    return [plugin for axis in wanted for plugin in found[axis]]
+    return [plugin for axis, _ in ORDER for plugin in found[axis]]
 
 
 def shard_lookup(plugins: Sequence[ParallelPlugin]) -> Callable[[str], ParamShard | None]:
@@ -72,10 +72,20 @@ def shard_lookup(plugins: Sequence[ParallelPlugin]) -> Callable[[str], ParamShar
         if len(cut) > 1:
             raise RuntimeError(f"parameter {fqn!r} is cut over several axes: {[s.axis for s in cut]}")
         base = cut[0] if cut else shards[0]
-        owner = all(s.owner for s in shards)
+        covered = {s.axis for s in (base, base.inner) if s is not None and s.dim is not None}
+        owner = all(s.owner for s in shards if s is base or s.axis not in covered)
         return base if base.owner == owner else replace(base, owner=owner)
 
     return shard_of
+
+
+def averaged_lookup(plugins: Sequence[ParallelPlugin]) -> Callable[[str], str]:
+    """FQN -> the mesh group over which its gradient is averaged: "data" unless a plugin says otherwise."""
+
+    def averaged_over(fqn: str) -> str:
+        return next((group for p in plugins if (group := p.averaged_over(fqn)) is not None), "data")
+
+    return averaged_over
 
 
 def owned_lookup(shard_of: Callable[[str], ParamShard | None]) -> Callable[[str], bool]:

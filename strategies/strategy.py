@@ -26,7 +26,7 @@ from parallax.plugins.launch.order import OrderOptions
 from parallax.plugins.pipeline.catalog import Schedule, find_schedule, name_of
 from parallax.strategies import checkpoint, refusals
 from parallax.strategies.announce import announce, summarize_sharded
-from parallax.strategies.assemble import assemble, make_plugins, owned_lookup, shard_lookup
+from parallax.strategies.assemble import assemble, averaged_lookup, make_plugins, owned_lookup, shard_lookup
 from parallax.strategies.deferred import Recording, deferred_init
 from parallax.strategies.engine import Engine
 from parallax.strategies.layout import Layout
@@ -44,6 +44,7 @@ class ParallaxStrategy(ProcessStrategy):
             rank on the data axis.
         tp_plan: tensor-parallel plan relative to the LightningModule; None reads the one the model carries.
         pp_plan: pipeline plan, likewise.
+        ep_plan: expert-parallel plan, likewise.
         schedule: the pipeline schedule, as in a layout: a name, the path of a .csv file, "module:function"; or the
             function itself, `(num_ranks, num_microbatches, stages_per_rank) -> lists of actions` (docs/pipeline.md).
         precision: overrides the Trainer's; the only way to get 16-mixed on CPU, where Lightning replaces it.
@@ -68,6 +69,7 @@ class ParallaxStrategy(ProcessStrategy):
         *,
         tp_plan: Mapping[str, str] | None = None,
         pp_plan: Mapping[str, Any] | None = None,
+        ep_plan: Mapping[str, str] | None = None,
         schedule: str | Schedule | None = None,
         precision: str | None = None,
         timeout: timedelta = timedelta(minutes=10),
@@ -97,7 +99,7 @@ class ParallaxStrategy(ProcessStrategy):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
-        self._plans: dict[str, Mapping[str, Any] | None] = {"tp": tp_plan, "pp": pp_plan}
+        self._plans: dict[str, Mapping[str, Any] | None] = {"tp": tp_plan, "pp": pp_plan, "ep": ep_plan}
         self._own_schedule = schedule if callable(schedule) else None
         self._engine: Engine | None = None
         self._recording: Recording | None = None
@@ -240,6 +242,7 @@ class ParallaxStrategy(ProcessStrategy):
             mesh=self.mesh,
             layout=layout,
             owned=owned_lookup(self.shard_of),
+            averaged_over=averaged_lookup(self._plugins),
             scale=self._precision.scale if training else None,
         )
         if training:

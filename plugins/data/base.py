@@ -80,6 +80,7 @@ class DataEngine(ABC):
         mesh: Mesh,
         layout: Layout,
         owned: Callable[[str], bool],
+        averaged_over: Callable[[str], str] = lambda fqn: "data",
         scale: LossScale | None = None,
     ) -> None:
         """Take over `module` (this rank's part, real tensors, on its device) and `optimizer`.
@@ -89,6 +90,9 @@ class DataEngine(ABC):
             optimizer: the user's torch optimizer over the module's parameters; None for evaluation only. Its
                 `param_groups` dicts stay the ones learning-rate schedulers write to.
             owned: FQN -> whether this rank counts the parameter in the gradient norm.
+            averaged_over: FQN -> the group of ranks that hold replicas of the parameter: "data", or "edp" for what is
+                cut over "ep". Gradients are summed over it and divided by the size of "data": a rank's experts have
+                seen the samples of its whole "ep" group.
             scale: dynamic loss scale for 16-mixed, else None. Losses arrive already multiplied by it; the engine
                 divides gradients by `scale.value`, skips the step when a gradient is not finite anywhere in the
                 world, and calls `scale.update(overflow)` once a step, with the same value on every rank.

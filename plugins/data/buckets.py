@@ -26,12 +26,21 @@ class GradBuckets:
 
     Args:
         params: parameters that require a gradient, without repetition.
-        comm: the data axis.
+        comm: the ranks that hold replicas: the data axis, or "edp" for experts.
+        average_of: what the sum over `comm` is divided by; None for its size.
         limit: bytes per buffer; a larger parameter gets a buffer of its own.
     """
 
-    def __init__(self, params: Iterable[nn.Parameter], comm: AxisComm, limit: int = BUCKET_BYTES) -> None:
+    def __init__(
+        self,
+        params: Iterable[nn.Parameter],
+        comm: AxisComm,
+        *,
+        average_of: int | None = None,
+        limit: int = BUCKET_BYTES,
+    ) -> None:
         self.comm = comm
+        self.average_of = average_of or comm.size
         self.buffers: list[Tensor] = []
         self.grads: list[Tensor] = []
         """What of each buffer is gradients."""
@@ -65,7 +74,7 @@ class GradBuckets:
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Average over the data axis. Gradients that someone replaced or dropped since are taken as they are now."""
+        """Average over the ranks. Gradients that someone replaced or dropped since are taken as they are now."""
         for p, view in self.views.items():
             if p.grad is None:
                 view.zero_()
@@ -82,8 +91,9 @@ class GradBuckets:
             for work in works:
                 if work is not None:
                     work.wait()
+        if self.average_of > 1:
             for grads in self.grads:
-                grads.div_(self.comm.size)
+                grads.div_(self.average_of)
         for p, view in self.views.items():
             p.grad = view if p in self.touched or self._touched_elsewhere(p) else None
 

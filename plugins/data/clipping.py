@@ -6,6 +6,7 @@ reduction of gradients, and it knows nothing of where they are kept.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,19 +38,31 @@ class Plan:
 
 
 def plan_step(
-    owned: list[Tensor], clip: Clip, scale: LossScale | None, *, mesh: Mesh, device: torch.device, sharded: bool
+    owned: list[Tensor],
+    clip: Clip,
+    scale: LossScale | None,
+    *,
+    mesh: Mesh,
+    device: torch.device,
+    sharded: bool,
+    experts: Sequence[Tensor] = (),
 ) -> Plan:
     """Norm over the whole model and the factor that unscales and clips. Collective over the world.
 
     Args:
         owned: reduced gradients (or parts of them) that this rank counts in the norm.
         sharded: whether `owned` is cut over the data axis (then it is summed over it too).
+        experts: the same for what is cut over "ep", and over "edp" when `sharded`.
         scale: gradients are `scale.value` times too large; None for 1. With a scale the finiteness of the norm is
             read on the host once: it is the same number on every rank, so all of them decide alike.
     """
-    total = local_grad_norm_sq(owned, device)
+    total, of_experts = local_grad_norm_sq(owned, device), local_grad_norm_sq(list(experts), device)
     if sharded:
+        total += of_experts
         mesh["data"].all_reduce(total)
+    else:
+        mesh["ep"].all_reduce(of_experts)
+        total += of_experts
     mesh["model"].all_reduce(total)
     norm = total.sqrt()
     unscale = 1.0

@@ -61,6 +61,7 @@ class DeepSpeedEngine(DataEngine):
         mesh: Mesh,
         layout: Layout,
         owned: Callable[[str], bool],
+        averaged_over: Callable[[str], str] = lambda fqn: "data",
         scale: LossScale | None = None,
     ) -> None:
         self.module, self.optimizer, self.mesh, self.scale = module, optimizer, mesh, scale
@@ -73,6 +74,8 @@ class DeepSpeedEngine(DataEngine):
         check_optimizer(optimizer)
         self.trained = {n: p for n, p in trained_names(module, optimizer).items() if p.numel()}
         self.owned = {p for name, p in self.trained.items() if owned(name)}
+        if any(averaged_over(name) != "data" for name in self.trained):
+            raise ValueError("expert_parallel_size > 1 works with zero_stage 0 only; use data_engine='ddp'")
         dtype = one_dtype(self.trained)
         self.step_module = _Step(module, fill_groups(optimizer, dtype, self.device))
         self.restore = Restore(self.step_module)

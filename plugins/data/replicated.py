@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from parallax.plugins.data.base import Clip, DataEngine, StepResult, T
+from parallax.plugins.data.base import WIDE, Clip, DataEngine, StepResult, T
 from parallax.plugins.data.buckets import GradBuckets
 from parallax.plugins.data.clipping import apply_plan, plan_step
 from parallax.plugins.data.masters import MasterWeights
@@ -51,12 +51,18 @@ class ReplicatedEngine(DataEngine):
         mesh: Mesh,
         layout: Layout,
         owned: Callable[[str], bool],
+        averaged_over: Callable[[str], str] = lambda fqn: "data",
         scale: LossScale | None = None,
     ) -> None:
         self.module, self.optimizer, self.mesh, self.scale = module, optimizer, mesh, scale
         self.trained = {} if optimizer is None else trained_names(module, optimizer)
-        self.owned = [p for name, p in self.trained.items() if owned(name)]
-        self.buckets = GradBuckets(self.trained.values(), mesh["data"])
+        experts = {name for name in self.trained if averaged_over(name) == "edp"}
+        self.owned = [p for name, p in self.trained.items() if owned(name) and name not in experts]
+        self.owned_experts = [p for name, p in self.trained.items() if owned(name) and name in experts]
+        self.buckets = []
+        for group in ("data", "edp"):
+            if params := [p for name, p in self.trained.items() if (name in experts) == (group == "edp")]:
+                self.buckets.append(GradBuckets(params, mesh[group], average_of=mesh.size("data")))
         self.masters = None if optimizer is None else MasterWeights(optimizer)
         self.device = next((p.device for p in module.parameters()), torch.device("cpu"))
 
@@ -67,24 +73,29 @@ class ReplicatedEngine(DataEngine):
         loss.backward()
 
     def reduce(self) -> None:
-        self.buckets.reduce()
+        for buckets in self.buckets:
+            buckets.reduce()
 
     @torch.no_grad()
     def step(self, clip: Clip) -> StepResult:
         if self.optimizer is None or self.masters is None:
             raise ValueError("step needs an optimizer, and this engine was set up without one (evaluation only)")
-        counted = [p.grad for p in self.owned if p.grad is not None]
-        plan = plan_step(counted, clip, self.scale, mesh=self.mesh, device=self.device, sharded=False)
+        counted, experts = ([p.grad for p in ps if p.grad is not None] for ps in (self.owned, self.owned_experts))
+        plan = plan_step(
+            counted, clip, self.scale, mesh=self.mesh, device=self.device, sharded=False, experts=experts
+        )
         if not plan.overflow:
             narrow = self.masters.take_grads()
-            apply_plan(narrow + [g for g in self.buckets.grads if g.dtype in (torch.float32, torch.float64)], plan)
+            apply_plan(narrow + [g for b in self.buckets for g in b.grads if g.dtype in WIDE], plan)
             self.optimizer.step()
             self.masters.write_back()
         if self.scale is not None:
             self.scale.update(plan.overflow)
-        self.buckets.clear()
+        kept = {p for buckets in self.buckets for p in buckets.views}
+        for buckets in self.buckets:
+            buckets.clear()
         for p in self.module.parameters():
-            if p not in self.buckets.views:
+            if p not in kept:
                 p.grad = None
         return StepResult(plan.norm, plan.overflow)
 
@@ -123,4 +134,5 @@ class ReplicatedEngine(DataEngine):
         self.masters.write_back()
 
     def teardown(self) -> None:
-        self.buckets.release()
+        for buckets in self.buckets:
+            buckets.release()

@@ -193,10 +193,15 @@ def resolve(model: nn.Module, rules: list[Rule], *, complete: bool) -> dict[str,
     modules = {fqn: module for fqn, module in model.named_modules(remove_duplicate=False) if fqn}
     params = {fqn for fqn, _ in model.named_parameters(remove_duplicate=False)}
     targets: dict[str, Target] = {}
-    for rule in sorted(rules, key=lambda r: not is_expert_word(r.style)):  # the refusal that explains most comes first
+    experts = {fqn for rule in rules if is_expert_word(rule.style) for fqn in modules if rule.names(fqn)}
+    for rule in rules:
+        if is_expert_word(rule.style):  # the expert plugin's work
+            continue
         hits = list(_hits(rule, model, modules))
-        bare = sorted(p for p in params if rule.names(p))
+        bare = sorted(p for p in params if rule.names(p) and p.rpartition(".")[0] not in experts)
         if not (hits or bare):
+            if any(rule.names(p) for p in params):
+                continue
             if rule.strict and complete:
                 raise ValueError(
                     f"{rule.source} names {rule.pattern!r}, which matches nothing in {type(model).__name__}"

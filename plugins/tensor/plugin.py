@@ -88,9 +88,12 @@ class TensorParallel(ParallelPlugin):
     def _record(
         self, model: nn.Module, targets: Mapping[str, Target], cuts: Mapping[int, ParamShard], comm: AxisComm
     ) -> None:
+        experts = {id(p) for m in model.modules() if getattr(m, "is_experts_share", False) for p in m.parameters()}
         summed = {id(p) for t in targets.values() if t.style.kind is Kind.SUM_GRAD for p in t.module.parameters()}
         self._summed = [fqn for fqn, p in model.named_parameters() if id(p) in summed]
         for fqn, param in model.named_parameters(remove_duplicate=False):
+            if id(param) in experts:  # the expert plugin has cut them, and knows how they sit in the whole
+                continue
             whole = ParamShard(tuple(param.shape), owner=comm.is_first)
             self._shards[fqn] = cuts.get(id(param), whole)
 
@@ -220,7 +223,7 @@ def _describe(
     """What is held and sent; `model` is already this rank's part."""
     styles = [t.style for t in targets.values()]
     params = dict(model.named_parameters())
-    cut = [fqn for fqn in params if shards[fqn].dim is not None]
+    cut = [fqn for fqn in params if fqn not in shards or shards[fqn].dim is not None]
     held = sum(p.numel() for p in params.values())
     blocks = {fqn.rpartition(".")[0] for fqn, t in targets.items() if t.style.kind is Kind.COLUMN}
     reduces = sum(s.kind in (Kind.ROW, Kind.EMBEDDING) for s in styles)

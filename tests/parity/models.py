@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tests.parity.moe_models import MOE
+
 VOCAB, SEQ, BATCH, STEPS = 61, 12, 8, 5
 
 
@@ -113,7 +115,7 @@ def hf_loss(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
 
 def tokens(name: str, batch: Mapping[str, Tensor]) -> int:
     """Target tokens that count, by the model's own rule."""
-    labels = batch["labels"] if name == "plain" else batch["labels"][:, 1:]
+    labels = batch["labels"] if BUILD[name][2] == "ids" else batch["labels"][:, 1:]
     return int((labels != -100).sum())
 
 
@@ -123,7 +125,12 @@ def plain_loss(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
 
 
 BUILD: Mapping[str, tuple[Callable[[], nn.Module], Callable[[Any, Any], Tensor], str]] = MappingProxyType(
-    {"llama": (llama, hf_loss, "input_ids"), "gpt2": (gpt2, hf_loss, "input_ids"), "plain": (Plain, plain_loss, "ids")}
+    {
+        "llama": (llama, hf_loss, "input_ids"),
+        "gpt2": (gpt2, hf_loss, "input_ids"),
+        "plain": (Plain, plain_loss, "ids"),
+        **MOE,
+    }
 )
 
 

@@ -1,0 +1,5 @@
+"""Expert parallelism: whole experts on different ranks, tokens sent to them and back."""
+
+from parallax.plugins.expert.plugin import ExpertParallel
+
+__all__ = ["ExpertParallel"]

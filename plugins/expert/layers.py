@@ -1,0 +1,73 @@
+"""The experts of one layer, of which this rank holds some: dispatch, compute, combine.
+
+It is: the forward put around a model's own experts module, in place. What is inside an expert (gates, biases,
+activations, which grouped product) stays the model's, through its own forward on the rows received. It is not:
+the router, shared experts or anything else of the mixture-of-experts block.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from parallax.plugins.expert.functions import exchange, spread, weighted_sum
+from parallax.plugins.expert.routing import route
+from parallax.plugins.tensor.functions import copy_to_region, reduce_from_region
+from parallax.strategies.comm import AxisComm
+
+
+class Experts(nn.Module):
+    """Mixin over a module called as `(hidden_states [tokens, h], top_k_index [tokens, k], top_k_weights [tokens, k])`.
+
+    Attributes:
+        ep: the expert axis: rank i holds whole experts [i E / n, (i + 1) E / n).
+        tp: the axis every expert is cut over inside; None when it is whole.
+        all_experts: experts of the layer over all ranks; the module's own `num_experts` counts those here.
+    """
+
+    ep: AxisComm
+    tp: AxisComm | None
+    all_experts: int
+    is_experts_share = True  # its parameters are no other plugin's
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        shape = hidden_states.shape
+        hidden, weights = hidden_states.reshape(-1, shape[-1]), top_k_weights.reshape(-1, top_k_index.shape[-1])
+        choices = top_k_index.reshape(-1, top_k_index.shape[-1])
+        weights = weights.to(torch.promote_types(weights.dtype, hidden.dtype))  # sums of their gradients are as wide
+        if self.tp is not None:  # each rank computes a part of every expert: sum at the exit, gradients at the entry
+            hidden, weights = copy_to_region(hidden, self.tp), copy_to_region(weights, self.tp)
+        if self.ep.size == 1:
+            out = super().forward(hidden, choices, weights)
+        else:
+            out = self._dispatched(hidden, choices, weights)
+        if self.tp is not None:
+            out = reduce_from_region(out, self.tp)
+        return out.view(shape)
+
+    def _dispatched(self, hidden: Tensor, choices: Tensor, weights: Tensor) -> Tensor:
+        """Weights are applied where the tokens are: they need not travel, nor does their gradient."""
+        plan = route(choices, self.all_experts, self.ep)
+        rows = exchange(spread(hidden, plan.order), plan.splits, self.ep)
+        if len(rows):
+            out = super().forward(rows, plan.experts.unsqueeze(1), rows.new_ones(len(rows), 1))
+        else:  # nothing to compute, but the backward's exchange must run here too, and the weights get zero gradients
+            out = rows + sum(p.flatten()[:1].sum() for p in self.parameters()) * 0
+        back = exchange(out, plan.splits.swapped(), self.ep)
+        return weighted_sum(back, weights, plan.order).to(hidden.dtype)
+
+
+@cache
+def _class(base: type) -> type[nn.Module]:
+    return type(f"Parallel{base.__name__}", (Experts, base), {"__module__": base.__module__, "__doc__": base.__doc__})
+
+
+def become_experts(module: Any, ep: AxisComm, tp: AxisComm | None, all_experts: int) -> None:
+    """Turn an experts module whose parameters are already local into this rank's share of it."""
+    base: type = type(module)
+    module.__class__ = _class(base)
+    module.ep, module.tp, module.all_experts = ep, tp, all_experts
+    module.num_experts = all_experts // ep.size

@@ -1,0 +1,137 @@
+"""The expert-parallel plugin: a model's experts cut over the axis "ep" (whole ones) and "tp" (inside each).
+
+It is: the contract of `plugins/base.py` carried out for experts modules. Plans come from `plans.py`, what runs from
+`layers.py`. It is not: the router, which stays the model's and is replicated, or the reduction of gradients, which
+the data engine does over "edp" for what is cut over "ep".
+
+What is sent per layer and micro-batch, for T tokens on this rank that choose k experts each, of h elements:
+forward two all-to-alls of T k h elements (dispatch, combine) and one of E counts; backward two more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from parallax.plugins.base import ParallelPlugin, ParamShard
+from parallax.plugins.expert.layers import become_experts
+from parallax.plugins.expert.plans import HOW_TO, ExpertsTarget, find_experts, old_style
+from parallax.strategies.comm import AxisComm
+from parallax.strategies.layout import Layout
+from parallax.strategies.mesh import Mesh
+
+
+class ExpertParallel(ParallelPlugin):
+    """Cuts experts over "ep", and inside over "tp" where the model's tp_plan says how.
+
+    Args:
+        plan: `ep_plan` relative to the root module. Goes before plans the model carries.
+    """
+
+    name = "expert"
+    axis = "ep"
+    also = ("tp",)
+
+    def __init__(self, plan: Mapping[str, str] | None = None) -> None:
+        self._plan = dict(plan or {})
+        self._shards: dict[str, ParamShard] = {}
+        self._report: dict[str, str] = {}
+
+    def check(self, layout: Layout, model: nn.Module) -> None:
+        """Refuse a model without experts, and expert counts or widths that the axes do not divide.
+
+        Raises:
+            ValueError: with the number and what would do.
+        """
+        targets = find_experts(model, self._plan)
+        ep, tp = layout.expert_parallel_size, layout.tensor_parallel_size
+        if ep > 1 and not any(t.grouped for t in targets):
+            old = next(old_style(model), None)
+            why = f"; {old!r} is a list of modules: keep the experts' weights in one tensor each" if old else ""
+            raise ValueError(f"expert_parallel_size={ep}, but the model has no plan for its experts{why}; {HOW_TO}")
+        for target in targets:
+            if target.num_experts % ep or (ep > 1 and not target.grouped):
+                valid = [str(n) for n in range(1, target.num_experts + 1) if target.num_experts % n == 0]
+                raise ValueError(
+                    f"{target.fqn} has {target.num_experts} experts, which expert_parallel_size={ep} does not divide; "
+                    f"use one of {', '.join(valid)}"
+                )
+            _cuts(target, (ep, 0), (tp, 0))
+
+    def apply(self, model: nn.Module, *, mesh: Mesh, layout: Layout) -> None:
+        ep, tp = mesh["ep"], mesh["tp"]
+        targets = find_experts(model, self._plan)
+        for target in targets:
+            for name, shard in _cuts(target, (ep.size, ep.index), (tp.size, tp.index)).items():
+                param = target.module.get_parameter(name)
+                local = nn.Parameter(shard.take(param.detach()), requires_grad=param.requires_grad)
+                local.__dict__.update(param.__dict__)
+                setattr(target.module, name, local)
+                self._shards[f"{target.fqn}.{name}"] = shard
+            cut_inside = bool(target.tensor) and tp.size > 1
+            if cut_inside or ep.size > 1:
+                become_experts(target.module, ep, tp if cut_inside else None, target.num_experts)
+        self._report = _describe(targets, ep, tp)
+
+    def param_shard(self, fqn: str) -> ParamShard | None:
+        return self._shards.get(fqn)
+
+    def averaged_over(self, fqn: str) -> str | None:
+        shard = self._shards.get(fqn)
+        return "edp" if shard is not None and shard.axis == "ep" else None
+
+    def describe(self) -> dict[str, str]:
+        return dict(self._report)
+
+
+def _cuts(target: ExpertsTarget, ep: tuple[int, int], tp: tuple[int, int]) -> dict[str, ParamShard]:
+    """Parameter name -> how the part of rank (ep index, tp index) sits in it, for (size, index) of both axes."""
+    out = {}
+    for name, param in target.module.named_parameters(recurse=False):
+        shape = tuple(param.shape)
+        outer = None
+        if name in target.grouped and ep[0] > 1:
+            each = shape[0] // ep[0]
+            outer = ParamShard(shape, 0, ((ep[1] * each, (ep[1] + 1) * each),), axis="ep")
+        inner = None
+        if (word := target.tensor.get(name)) is not None and tp[0] > 1:
+            inner = _inner(f"{target.fqn}.{name}", outer.local_shape if outer else shape, word, *tp)
+        if outer is not None and inner is not None:
+            out[name] = ParamShard(outer.shape, 0, outer.ranges, axis="ep", inner=inner)
+        elif (shard := outer or inner) is not None:
+            out[name] = shard
+        else:
+            continue
+        if inner is None and tp[0] > 1:  # whole on every tp rank: counted once
+            out[name] = ParamShard(**{**vars(out[name]), "owner": tp[1] == 0})
+    return out
+
+
+def _inner(fqn: str, shape: tuple[int, ...], word: str, size: int, index: int) -> ParamShard:
+    """The cut of one expert parameter over tp; `shape` is that of this rank's experts."""
+    dims = {"colwise": -2, "packed_colwise": -2, "rowwise": -1, "packed_rowwise": -1}
+    if word not in dims:
+        raise ValueError(f"style {word!r} of expert parameter {fqn!r} is not implemented; use one of {', '.join(dims)}")
+    dim = len(shape) + dims[word]
+    blocks = 2 if word.startswith("packed_") else 1
+    block = shape[dim] // blocks
+    if shape[dim] % blocks or block % size:
+        raise ValueError(
+            f"{fqn}: tensor_parallel_size={size} does not divide the experts' width {block}; use a divisor of {block}"
+        )
+    each = block // size
+    ranges = tuple((b * block + index * each, b * block + (index + 1) * each) for b in range(blocks))
+    return ParamShard(shape, dim, ranges)
+
+
+def _describe(targets: list[ExpertsTarget], ep: AxisComm, tp: AxisComm) -> dict[str, str]:
+    if not targets:
+        return {}
+    counts = sorted({t.num_experts for t in targets})
+    inside = f", each cut over tp{tp.size}" if tp.size > 1 and any(t.tensor for t in targets) else ""
+    return {
+        "holds": f"ep part {ep.index + 1} of {ep.size}: {'/'.join(str(c // ep.size) for c in counts)} of "
+        f"{'/'.join(map(str, counts))} experts in each of {len(targets)} layers{inside}",
+        "sends": "per layer and micro-batch forward 2 all-to-alls, backward 2" if ep.size > 1 else "nothing over ep",
+    }

@@ -1,0 +1,86 @@
+"""Which row goes where: from a router's choices to an order of rows and the sizes of the exchange.
+
+It is: integer arithmetic on the choices, one small exchange of counts, and the one host read that split sizes
+need. It is not: the movement of activations (`functions.py`) or the router, which is the model's own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from parallax.strategies.comm import AxisComm
+
+
+@dataclass(frozen=True)
+class Splits:
+    """Rows sent to and received from each rank of the axis, in axis order."""
+
+    sent: list[int]
+    received: list[int]
+
+    def swapped(self) -> Splits:
+        return Splits(self.received, self.sent)
+
+
+@dataclass(frozen=True)
+class Order:
+    """The (token, choice) pairs that are sent, in the order of sending: by expert, then by token.
+
+    Attributes:
+        pairs: index of each sent pair in the flattened [tokens, k] choices.
+        num_tokens, top_k: shape of the choices.
+    """
+
+    pairs: Tensor
+    num_tokens: int
+    top_k: int
+
+    @property
+    def tokens(self) -> Tensor:
+        return self.pairs // self.top_k
+
+    def by_token(self, rows: Tensor) -> Tensor:
+        """Rows in the order of sending -> [tokens, k, h]; pairs that were not sent are zero."""
+        total = self.num_tokens * self.top_k
+        whole = rows.new_empty(total, *rows.shape[1:]) if len(rows) == total else rows.new_zeros(total, *rows.shape[1:])
+        whole[self.pairs] = rows
+        return whole.view(self.num_tokens, self.top_k, *rows.shape[1:])
+
+
+@dataclass(frozen=True)
+class Route:
+    """Everything one dispatch and its combine need.
+
+    Attributes:
+        order: which rows are sent, in which order.
+        splits: sizes of the exchange.
+        experts: local expert of each received row, [rows received].
+        load: rows per local expert, [local experts].
+    """
+
+    order: Order
+    splits: Splits
+    experts: Tensor
+    load: Tensor
+
+
+def route(choices: Tensor, num_experts: int, comm: AxisComm) -> Route:
+    """Plan the dispatch of `choices` [tokens, k], expert indices below `num_experts`, over `comm`. Collective.
+
+    Rank i of the axis holds experts [i E / n, (i + 1) E / n). An index of `num_experts` or more means no expert.
+    The counts travel as one message of E numbers; reading the split sizes is the only wait for the device.
+    """
+    flat = choices.reshape(-1)
+    counts = torch.bincount(flat, minlength=num_experts)[:num_experts]
+    sent = counts.view(comm.size, -1)
+    received = torch.empty_like(sent)
+    comm.all_to_all_into(received, sent)
+    sizes = torch.stack([sent.sum(1), received.sum(1)]).tolist()
+    splits = Splits(*sizes)
+    pairs = torch.argsort(flat, stable=True)[: sum(splits.sent)]
+    local = torch.arange(sent.shape[1], device=flat.device).repeat(comm.size)
+    experts = torch.repeat_interleave(local, received.flatten(), output_size=sum(splits.received))
+    return Route(Order(pairs, choices.shape[0], choices.shape[1]), splits, experts, received.sum(0))
