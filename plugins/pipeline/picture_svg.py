@@ -1,6 +1,6 @@
 """Schedules as SVG and as one HTML page: a row per rank, time from left to right.
 
-It is: text that needs nothing else to be shown, in light and dark. It is not: the numbers (`timeline.py`).
+It is: text that needs nothing else to be shown, in light and dark. It is not: the numbers (`gantt.py`).
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from html import escape
 from math import floor, log10
 
 from parallax.plugins.pipeline.actions import KINDS
+from parallax.plugins.pipeline.gantt import Gantt
 from parallax.plugins.pipeline.picture_text import COLOURS, NAMES
-from parallax.plugins.pipeline.timeline import Timeline
 
 WIDTH = 1160
 """Of the picture, in pixels."""
@@ -34,11 +34,11 @@ padding:0 1rem}svg{max-width:100%;height:auto;display:block;margin:1rem 0}h1{fon
 """
 
 
-def draw(timeline: Timeline, title: str, unit: str = "", *, until: float | None = None, names: bool = False) -> str:
-    """SVG of one timeline.
+def draw(gantt: Gantt, title: str, unit: str = "", *, until: float | None = None, names: bool = False) -> str:
+    """SVG of one step.
 
     Args:
-        timeline: what is drawn.
+        gantt: what is drawn.
         title: its first words; the makespan and the bubble follow.
         unit: of the times; "s" is shown in milliseconds.
         until: where the time axis ends, to draw several at one scale; None: at the makespan.
@@ -47,18 +47,18 @@ def draw(timeline: Timeline, title: str, unit: str = "", *, until: float | None 
     Raises:
         ValueError: more blocks than `MOST_BLOCKS`.
     """
-    blocks = sum(map(len, timeline.lists))
+    blocks = sum(map(len, gantt.lists))
     if blocks > MOST_BLOCKS:
         raise ValueError(f"a picture of {blocks} actions is too large; at most {MOST_BLOCKS} are drawn. Use fewer "
                          f"ranks or micro-batches for the picture, or --json")  # fmt: skip
-    until = until or timeline.makespan
+    until = until or gantt.makespan
     scale = (WIDTH - LEFT - RIGHT) / until
-    height = TOP + len(timeline.lists) * (ROW + GAP) + AXIS
-    rows = "".join(_row(timeline, rank, scale, names=names) for rank in range(len(timeline.lists)))
+    height = TOP + len(gantt.lists) * (ROW + GAP) + AXIS
+    rows = "".join(_row(gantt, rank, scale, names=names) for rank in range(len(gantt.lists)))
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" role="img" '
         f'aria-label="{escape(title)}"><style>{STYLE}{_colours()}</style>'
-        f'<rect width="{WIDTH}" height="{height}" fill="var(--page)"/>{_head(timeline, title, unit)}{rows}'
+        f'<rect width="{WIDTH}" height="{height}" fill="var(--page)"/>{_head(gantt, title, unit)}{rows}'
         f"{_axis(until, scale, height - AXIS, unit)}</svg>"
     )
 
@@ -73,14 +73,14 @@ def page(title: str, pictures: Sequence[str], notes: Sequence[str] = ()) -> str:
     )
 
 
-def summary(timeline: Timeline, unit: str = "") -> str:
-    """The numbers of a timeline in one line."""
-    ranks = len(timeline.lists)
+def summary(gantt: Gantt, unit: str = "") -> str:
+    """The numbers in one line."""
+    ranks = len(gantt.lists)
     return (
-        f"{ranks} rank{'s' if ranks > 1 else ''}, {timeline.microbatches} micro-batches: "
-        f"makespan {_time(timeline.makespan, unit)}, bubble {timeline.bubble:.1%} of the time "
-        f"({timeline.bubble_of_ideal:.1%} of ideal), peak {max(timeline.peak_in_flight)} activations, "
-        f"{timeline.peak_of_1f1b:.0%} of 1F1B's"
+        f"{ranks} rank{'s' if ranks > 1 else ''}, {gantt.microbatches} micro-batches: "
+        f"makespan {_time(gantt.makespan, unit)}, bubble {gantt.bubble:.1%} of the time "
+        f"({gantt.bubble_of_ideal:.1%} of ideal), peak {max(gantt.peak_in_flight)} activations, "
+        f"{gantt.peak_of_1f1b:.0%} of 1F1B's"
     )
 
 
@@ -88,12 +88,12 @@ def _colours() -> str:
     return "".join(f".{kind}{later}{{fill:{COLOURS[kind][later]}}}" for kind in KINDS for later in (0, 1))
 
 
-def _head(timeline: Timeline, title: str, unit: str) -> str:
-    several = len(timeline.placement) > len(timeline.lists)
+def _head(gantt: Gantt, title: str, unit: str) -> str:
+    several = len(gantt.placement) > len(gantt.lists)
     parts, x = [f'<text x="{LEFT}" y="24"><tspan class="title">{escape(title)}</tspan>'], float(LEFT)
-    parts.append(f'<tspan dx="14">{escape(summary(timeline, unit))}</tspan></text>')
+    parts.append(f'<tspan dx="14">{escape(summary(gantt, unit))}</tspan></text>')
     for kind in KINDS:
-        if any(action.kind == kind for actions in timeline.lists for action in actions):
+        if any(action.kind == kind for actions in gantt.lists for action in actions):
             for later in range(2 if several else 1):
                 parts.append(f'<rect class="{kind}{later}" x="{x:g}" y="40" width="14" height="14" rx="3"/>')
                 x += 17
@@ -105,17 +105,17 @@ def _head(timeline: Timeline, title: str, unit: str) -> str:
     return "".join(parts)
 
 
-def _row(timeline: Timeline, rank: int, scale: float, *, names: bool) -> str:
+def _row(gantt: Gantt, rank: int, scale: float, *, names: bool) -> str:
     y = TOP + rank * (ROW + GAP)
-    end = timeline.makespan * scale
+    end = gantt.makespan * scale
     parts = [
         f'<g transform="translate({LEFT},{y})"><text class="name" x="-12" y="17" text-anchor="end">rank {rank}</text>'
         f'<rect class="idle" width="{end:.1f}" height="{ROW}" rx="3"/>'
     ]
     late: list[str] = []
-    for action, start, stop in zip(timeline.lists[rank], timeline.starts[rank], timeline.ends[rank], strict=True):
-        x, width = (start - timeline.begin) * scale, (stop - start) * scale
-        later = min(timeline.positions[action.stage], 1)
+    for action, start, stop in zip(gantt.lists[rank], gantt.starts[rank], gantt.ends[rank], strict=True):
+        x, width = (start - gantt.begin) * scale, (stop - start) * scale
+        later = min(gantt.positions[action.stage], 1)
         shown = f"{width - 1 if width > 4 else width:.1f}"
         says = f"<title>{action}: {start:.4g} to {stop:.4g}</title>" if names else ""
         close = f">{says}</rect>" if says else "/>"
@@ -125,12 +125,12 @@ def _row(timeline: Timeline, rank: int, scale: float, *, names: bool) -> str:
             block += f'<text class="no" x="{x + width / 2 - 0.5:.1f}" y="{ROW / 2:g}">{number}</text>'
         (late if later else parts).append(block)
     parts.append(f'<g class="late">{"".join(late)}</g>' if late else "")
-    return "".join(parts) + _peak(timeline, rank) + "</g>"
+    return "".join(parts) + _peak(gantt, rank) + "</g>"
 
 
-def _peak(timeline: Timeline, rank: int) -> str:
+def _peak(gantt: Gantt, rank: int) -> str:
     """A bar at the right: the rank's peak of activations in flight, next to the largest of all."""
-    peak, most = timeline.peak_in_flight[rank], max(timeline.peak_in_flight)
+    peak, most = gantt.peak_in_flight[rank], max(gantt.peak_in_flight)
     x, room = WIDTH - LEFT - RIGHT + 12, RIGHT - 46
     return (
         f'<rect class="peak" x="{x}" y="7" width="{room * peak / most:.1f}" height="{ROW - 14}" rx="2"/>'

@@ -1,6 +1,6 @@
 """A schedule in the terminal: one line per rank, time from left to right.
 
-It is: a rich text that fits a width and can be read without colour. It is not: the numbers (`timeline.py`).
+It is: a rich text that fits a width and can be read without colour. It is not: the numbers (`gantt.py`).
 
 With colour, the background says what runs (see `COLOURS`) and the text which micro-batch. Without, each block starts
 with the letter of what runs, small for a rank's second, third, ... stage. Dots are waiting.
@@ -12,7 +12,7 @@ from rich.style import Style
 from rich.text import Text
 
 from parallax.plugins.pipeline.actions import KINDS, Action, Kind
-from parallax.plugins.pipeline.timeline import Timeline
+from parallax.plugins.pipeline.gantt import Gantt
 
 COLOURS: dict[Kind, tuple[str, str]] = {
     "F": ("#3f7fd6", "#a9c9f5"),
@@ -27,23 +27,23 @@ WIDEST = 4
 """Columns of the shortest action, at most: more would only stretch the picture."""
 
 
-def gantt(timeline: Timeline, width: int, *, colour: bool = True) -> Text:
+def chart(gantt: Gantt, width: int, *, colour: bool = True) -> Text:
     """The picture, `width` columns at most (a label needs 9 of them)."""
-    label = len(f"rank {len(timeline.lists) - 1}") + 2
-    columns = _columns(timeline, max(width - label, 20))
+    label = len(f"rank {len(gantt.lists) - 1}") + 2
+    columns = _columns(gantt, max(width - label, 20))
     text = Text(no_wrap=True, overflow="crop")
-    for rank in range(len(timeline.lists)):
+    for rank in range(len(gantt.lists)):
         text.append(f"rank {rank}".ljust(label))
-        text.append_text(_line(timeline, rank, columns, colour=colour))
+        text.append_text(_line(gantt, rank, columns, colour=colour))
         text.append("\n")
     return text
 
 
-def legend(timeline: Timeline, *, colour: bool = True) -> Text:
+def legend(gantt: Gantt, *, colour: bool = True) -> Text:
     """What the colours or letters mean; only those that occur."""
     text = Text()
-    kinds = {action.kind for actions in timeline.lists for action in actions}
-    several = len(timeline.placement) > len(timeline.lists)
+    kinds = {action.kind for actions in gantt.lists for action in actions}
+    several = len(gantt.placement) > len(gantt.lists)
     for kind in KINDS:
         if kind in kinds:
             for later in range(2 if several else 1):
@@ -56,25 +56,25 @@ def legend(timeline: Timeline, *, colour: bool = True) -> Text:
     return text
 
 
-def _columns(timeline: Timeline, most: int) -> int:
+def _columns(gantt: Gantt, most: int) -> int:
     """As many as fit: where all fit, a whole number for the shortest action, so that equal times look equal."""
     shortest = min(
         end - start
-        for starts, ends in zip(timeline.starts, timeline.ends, strict=True)
+        for starts, ends in zip(gantt.starts, gantt.ends, strict=True)
         for start, end in zip(starts, ends, strict=True)
         if end > start
     )
-    each = min(int(most * shortest / timeline.makespan), WIDEST)
-    return round(timeline.makespan / shortest * each) if each else most
+    each = min(int(most * shortest / gantt.makespan), WIDEST)
+    return round(gantt.makespan / shortest * each) if each else most
 
 
-def _line(timeline: Timeline, rank: int, columns: int, *, colour: bool) -> Text:
-    scale = columns / timeline.makespan
+def _line(gantt: Gantt, rank: int, columns: int, *, colour: bool) -> Text:
+    scale = columns / gantt.makespan
     text, at = Text(), 0
-    for action, start, end in zip(timeline.lists[rank], timeline.starts[rank], timeline.ends[rank], strict=True):
-        lo, hi = round((start - timeline.begin) * scale), round((end - timeline.begin) * scale)
+    for action, start, end in zip(gantt.lists[rank], gantt.starts[rank], gantt.ends[rank], strict=True):
+        lo, hi = round((start - gantt.begin) * scale), round((end - gantt.begin) * scale)
         text.append(WAITING * (lo - at), "dim" if colour else None)
-        later = min(timeline.positions[action.stage], 1)
+        later = min(gantt.positions[action.stage], 1)
         if colour:
             text.append(_centred(action, hi - lo), _style(action.kind, later))
         else:

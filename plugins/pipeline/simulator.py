@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from parallax.plugins.pipeline.actions import KINDS, Action, Kind, Lists, placement
-from parallax.plugins.pipeline.timeline import Timeline
+from parallax.plugins.pipeline.gantt import Gantt
 
 Cost = float | Sequence[float]
 """The time of one action: one number, or one for each virtual stage."""
@@ -103,7 +103,7 @@ def _check_rank(who: str, actions: Sequence[Action], stages: Sequence[int], coun
                 raise ValueError(f"{who} never runs {missing}{i}@{stage}; each of {count} micro-batches must pass")
 
 
-def simulate(lists: Lists, costs: Costs | None = None) -> Timeline:
+def simulate(lists: Lists, costs: Costs | None = None) -> Gantt:
     """Run the lists with `costs` (default: forward 1, backward 2, of which weight 1, free transfers).
 
     Raises:
@@ -111,7 +111,7 @@ def simulate(lists: Lists, costs: Costs | None = None) -> Timeline:
     """
     run = _Run(lists, costs or Costs())
     run.all()
-    return Timeline(lists, run.starts, run.ends)
+    return Gantt(lists, run.starts, run.ends)
 
 
 class _Run:

@@ -7,17 +7,13 @@ It is: what becomes of the times an executor recorded, in memory and in a JSON f
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from parallax.plugins.pipeline.actions import KINDS, Action, Kind
+from parallax.plugins.pipeline.gantt import Gantt
 from parallax.plugins.pipeline.simulator import Costs, simulate
-from parallax.plugins.pipeline.timeline import Timeline
-
-Record = tuple[Action, float, float]
-"""An action and when its work began and ended, without the wait for what it needs. Unit: seconds on one clock."""
 
 
 @dataclass(frozen=True)
@@ -29,16 +25,17 @@ class Comparison:
         costs: mean seconds of each kind on each virtual stage.
     """
 
-    measured: Timeline
-    predicted: Timeline
+    measured: Gantt
+    predicted: Gantt
     costs: Costs
 
     @property
     def stage_seconds(self) -> tuple[float, ...]:
         """Mean time of one micro-batch on each virtual stage, forward and backward."""
         times = [0.0] * len(self.measured.placement)
-        for action, start, end in _records(self.measured):
-            times[action.stage] += end - start
+        for rank in self.measured.ranks():
+            for action, start, end in rank:
+                times[action.stage] += end - start
         return tuple(time / self.measured.microbatches for time in times)
 
     @property
@@ -57,25 +54,23 @@ class Comparison:
         )
 
 
-def compare(records: Sequence[Sequence[Record]]) -> Comparison:
-    """Compare the records of one step, one list for each rank, with the prediction at their own mean costs."""
-    begin = min(start for rank in records for _, start, _ in rank)
-    measured = Timeline(
-        [[action for action, _, _ in rank] for rank in records],
-        [[start - begin for _, start, _ in rank] for rank in records],
-        [[end - begin for _, _, end in rank] for rank in records],
-    )
+def compare(measured: Gantt) -> Comparison:
+    """Compare a step with the prediction at its own mean costs.
+
+    Args:
+        measured: what ran when, in seconds on one clock; an action starts when it has what it needs.
+    """
     costs = _mean_costs(measured)
     return Comparison(measured, simulate(measured.lists, costs), costs)
 
 
-def save_trace(records: Sequence[Sequence[Record]], path: str | Path) -> None:
-    """Write records as JSON: per rank, [kind, micro-batch, stage, start, end] of each action."""
-    rows = [[[a.kind, a.microbatch, a.stage, start, end] for a, start, end in rank] for rank in records]
+def save_trace(measured: Gantt, path: str | Path) -> None:
+    """Write a step as JSON: per rank, [kind, micro-batch, stage, start, end] of each action."""
+    rows = [[[a.kind, a.microbatch, a.stage, start, end] for a, start, end in rank] for rank in measured.ranks()]
     Path(path).write_text(json.dumps({"unit": "s", "ranks": rows}) + "\n")
 
 
-def load_trace(path: str | Path) -> list[list[Record]]:
+def load_trace(path: str | Path) -> Gantt:
     """Read what `save_trace` wrote.
 
     Raises:
@@ -83,38 +78,32 @@ def load_trace(path: str | Path) -> list[list[Record]]:
     """
     try:
         rows: Any = json.loads(Path(path).read_text())["ranks"]
-        records = [[_record(*row) for row in rank] for rank in rows]
+        lists = [[_action(*row[:3]) for row in rank] for rank in rows]
+        times = [[(float(start), float(end)) for *_, start, end in rank] for rank in rows]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"trace file {str(path)!r} cannot be read: {type(error).__name__}: {error}") from error
-    if not records or not all(records):
+    if not lists or not all(lists):
         raise ValueError(f"trace file {str(path)!r} has a rank without actions")
-    return records
+    return Gantt(lists, [[start for start, _ in rank] for rank in times], [[end for _, end in rank] for rank in times])
 
 
-def _record(kind: Kind, microbatch: int, stage: int, start: float, end: float) -> Record:
+def _action(kind: Kind, microbatch: int, stage: int) -> Action:
     if kind not in KINDS:
         raise ValueError(f"{kind!r} is no kind of action")
-    return Action(kind, int(microbatch), int(stage)), float(start), float(end)
+    return Action(kind, int(microbatch), int(stage))
 
 
-def _records(timeline: Timeline) -> list[Record]:
-    return [
-        record
-        for rank in zip(timeline.lists, timeline.starts, timeline.ends, strict=True)
-        for record in zip(*rank, strict=True)
-    ]
-
-
-def _mean_costs(timeline: Timeline) -> Costs:
+def _mean_costs(gantt: Gantt) -> Costs:
     total: dict[tuple[str, int], float] = {}
     count: dict[tuple[str, int], int] = {}
-    for action, start, end in _records(timeline):
-        key = action.kind, action.stage
-        total[key] = total.get(key, 0.0) + end - start
-        count[key] = count.get(key, 0) + 1
+    for rank in gantt.ranks():
+        for action, start, end in rank:
+            key = action.kind, action.stage
+            total[key] = total.get(key, 0.0) + end - start
+            count[key] = count.get(key, 0) + 1
 
     def of(kind: Kind) -> list[float]:
-        keys = [(kind, stage) for stage in range(len(timeline.placement))]
+        keys = [(kind, stage) for stage in range(len(gantt.placement))]
         return [total[key] / count[key] if key in count else 0.0 for key in keys]
 
     return Costs(forward=of("F"), backward=of("B"), weight=of("W"), input=of("I"))

@@ -17,11 +17,11 @@ from rich.console import Console
 
 from parallax.plugins.pipeline.actions import Lists
 from parallax.plugins.pipeline.catalog import find_schedule, make_lists
+from parallax.plugins.pipeline.gantt import Gantt
 from parallax.plugins.pipeline.picture_svg import draw, page, summary
-from parallax.plugins.pipeline.picture_text import gantt, legend
+from parallax.plugins.pipeline.picture_text import chart, legend
 from parallax.plugins.pipeline.schedule_csv import load_csv, save_csv
 from parallax.plugins.pipeline.simulator import Costs, simulate
-from parallax.plugins.pipeline.timeline import Timeline
 from parallax.plugins.pipeline.trace import Comparison, compare, load_trace
 
 
@@ -62,16 +62,16 @@ def show_schedule(options: argparse.Namespace) -> int:
         return _show_trace(options)
     costs = _costs(options.costs, options.transfer)
     lists = _lists(options)
-    timeline = simulate(lists, costs)
+    gantt = simulate(lists, costs)
     title = Path(options.name).name
-    _write(options.svg, lambda: draw(timeline, title) + "\n")
-    _write(options.html, lambda: page(f"Schedule {title}", [draw(timeline, title, names=True)], [_said(costs)]))
+    _write(options.svg, lambda: draw(gantt, title) + "\n")
+    _write(options.html, lambda: page(f"Schedule {title}", [draw(gantt, title, names=True)], [_said(costs)]))
     if options.csv:
         _write_lists(lists, options.csv)
     if options.json:
-        print(json.dumps({"schedule": options.name, **_numbers(timeline), "costs": _table(costs)}))
+        print(json.dumps({"schedule": options.name, **_numbers(gantt), "costs": _table(costs)}))
     else:
-        _print(f"{title}, {summary(timeline)}", timeline, _said(costs))
+        _print(f"{title}, {summary(gantt)}", gantt, _said(costs))
     return 0
 
 
@@ -81,7 +81,7 @@ def _show_trace(options: argparse.Namespace) -> int:
     pictures = {"measured": found.measured, "predicted": found.predicted}
 
     def drawn(*, names: bool) -> list[str]:
-        return [draw(timeline, name, "s", until=both, names=names) for name, timeline in pictures.items()]
+        return [draw(gantt, name, "s", until=both, names=names) for name, gantt in pictures.items()]
 
     if options.svg:
         raise ValueError("--svg is for one picture; a trace has two, measured and predicted: use --html")
@@ -91,8 +91,8 @@ def _show_trace(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(_comparison(found)))
     else:
-        for name, timeline in pictures.items():
-            _print(f"{name}, {summary(timeline, 's')}", timeline)
+        for name, gantt in pictures.items():
+            _print(f"{name}, {summary(gantt, 's')}", gantt)
         print(found)
     return 0
 
@@ -133,26 +133,26 @@ def _said(costs: Costs) -> str:
     )
 
 
-def _numbers(timeline: Timeline) -> dict[str, Any]:
+def _numbers(gantt: Gantt) -> dict[str, Any]:
     """All there is to say, for --json."""
-    ranks, stages = len(timeline.lists), len(timeline.placement)
+    ranks, stages = len(gantt.lists), len(gantt.placement)
     actions = [
         [{"action": str(a), "kind": a.kind, "microbatch": a.microbatch, "stage": a.stage, "start": start, "end": end}
-         for a, start, end in zip(*rank, strict=True)]
-        for rank in zip(timeline.lists, timeline.starts, timeline.ends, strict=True)
+         for a, start, end in rank]
+        for rank in gantt.ranks()
     ]  # fmt: skip
     return {
         "ranks": ranks,
-        "microbatches": timeline.microbatches,
+        "microbatches": gantt.microbatches,
         "stages_per_rank": stages // ranks,
-        "placement": timeline.placement,
-        "makespan": timeline.makespan,
-        "ideal": timeline.ideal,
-        "bubble_of_total": timeline.bubble,
-        "bubble_of_ideal": timeline.bubble_of_ideal,
-        "longest_rank": timeline.span,
-        "peak_in_flight": timeline.peak_in_flight,
-        "peak_of_1f1b": timeline.peak_of_1f1b,
+        "placement": gantt.placement,
+        "makespan": gantt.makespan,
+        "ideal": gantt.ideal,
+        "bubble_of_total": gantt.bubble,
+        "bubble_of_ideal": gantt.bubble_of_ideal,
+        "longest_rank": gantt.span,
+        "peak_in_flight": gantt.peak_in_flight,
+        "peak_of_1f1b": gantt.peak_of_1f1b,
         "actions": actions,
     }
 
@@ -168,15 +168,15 @@ def _comparison(found: Comparison) -> dict[str, Any]:
     }
 
 
-def _print(head: str, timeline: Timeline, *notes: str) -> None:
+def _print(head: str, gantt: Gantt, *notes: str) -> None:
     """The picture, as wide as the terminal; in a file or pipe without colour and 120 columns wide."""
     colour = sys.stdout.isatty() and Console().color_system is not None
     console = Console(markup=False, highlight=False, soft_wrap=True)
     console.print(head)
     width = shutil.get_terminal_size((120, 24)).columns if sys.stdout.isatty() else 120
-    console.print(gantt(timeline, width, colour=colour), end="")
-    console.print(legend(timeline, colour=colour))
-    peaks = timeline.peak_in_flight
+    console.print(chart(gantt, width, colour=colour), end="")
+    console.print(legend(gantt, colour=colour))
+    peaks = gantt.peak_in_flight
     each = f"{peaks[0]} on every rank" if len(set(peaks)) == 1 else f"{', '.join(map(str, peaks))} by rank"
     console.print(f"activations in flight at most: {each} (unit: one micro-batch on one stage)")
     for note in notes:

@@ -14,11 +14,12 @@ import pytest
 from parallax.cli import main
 from parallax.plugins.pipeline.actions import Action, Lists
 from parallax.plugins.pipeline.catalog import find_schedule, make_lists
+from parallax.plugins.pipeline.gantt import Gantt
 from parallax.plugins.pipeline.picture_svg import draw
-from parallax.plugins.pipeline.picture_text import COLOURS, gantt
+from parallax.plugins.pipeline.picture_text import COLOURS, chart
 from parallax.plugins.pipeline.schedule_csv import load_csv, save_csv
 from parallax.plugins.pipeline.simulator import Costs, simulate
-from parallax.plugins.pipeline.trace import Record, compare, load_trace, save_trace
+from parallax.plugins.pipeline.trace import compare, load_trace, save_trace
 from parallax.strategies.layout import Layout
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -74,25 +75,25 @@ def test_the_terminal_picture_is_to_scale_and_readable_without_colour(capsys: py
 def test_the_terminal_picture_fits_and_has_colours() -> None:
     for width in (40, 80, 200):
         for name, ranks, count in (("1f1b", 4, 8), ("zb_v", 4, 64), ("v_min", 16, 40)):
-            text = gantt(simulate(lists_of(name, ranks, count)), width)
+            text = chart(simulate(lists_of(name, ranks, count)), width)
             lines = text.plain.splitlines()
             assert len(lines) == ranks and len({len(line) for line in lines}) == 1 and len(lines[0]) <= width
-    used = {str(span.style) for span in gantt(simulate(lists_of("zb_v", 2, 4)), 100).spans}
+    used = {str(span.style) for span in chart(simulate(lists_of("zb_v", 2, 4)), 100).spans}
     for kind in ("F", "I", "W"):
         assert all(any(f"on {colour}" in style for style in used) for colour in COLOURS[kind])  # type: ignore[index]
 
 
 def test_the_svg_has_every_action_where_it_ran() -> None:
-    timeline = simulate(lists_of("dualpipe_v", 2, 6), Costs(1, 2.5, 1))
-    root = ElementTree.fromstring(draw(timeline, "dualpipe_v", names=True))
+    gantt = simulate(lists_of("dualpipe_v", 2, 6), Costs(1, 2.5, 1))
+    root = ElementTree.fromstring(draw(gantt, "dualpipe_v", names=True))
     rows = root.findall(f"{SVG}g")
     assert len(rows) == 2
     for rank, row in enumerate(rows):
         blocks = [rect for rect in row.iter(f"{SVG}rect") if (rect.get("class") or "")[:1] in "FBIW"]
         titles = {(rect.findtext(f"{SVG}title") or "").split(":")[0]: float(rect.get("x") or 0) for rect in blocks}
-        assert sorted(titles) == sorted(map(str, timeline.lists[rank]))
-        scale = (1160 - 70 - 92) / timeline.makespan
-        for action, start in zip(timeline.lists[rank], timeline.starts[rank], strict=True):
+        assert sorted(titles) == sorted(map(str, gantt.lists[rank]))
+        scale = (1160 - 70 - 92) / gantt.makespan
+        for action, start in zip(gantt.lists[rank], gantt.starts[rank], strict=True):
             assert titles[str(action)] == pytest.approx(start * scale, abs=0.06)
 
 
@@ -205,19 +206,18 @@ def test_a_measured_step_beside_its_prediction(tmp_path: Path, capsys: pytest.Ca
     costs = Costs(forward=[0.01, 0.01, 0.02], backward=[0.02, 0.02, 0.04], weight=[0.01, 0.01, 0.02])
     times = simulate(lists, costs)
     late = 5.0  # the clock's zero does not matter
-    records: list[list[Record]] = [
-        [(action, late + start, late + end) for action, start, end in zip(*rank, strict=True)]
-        for rank in zip(lists, times.starts, times.ends, strict=True)
-    ]
-    found = compare(records)
+    measured = Gantt(
+        lists, *([[late + time for time in rank] for rank in of] for of in (times.starts, times.ends))
+    )
+    found = compare(measured)
     assert found.costs.table(3)["F"] == pytest.approx([0.01, 0.01, 0.02])
     assert found.costs.table(3)["I"] == pytest.approx([0.01, 0.01, 0.02])
     assert found.measured.makespan == pytest.approx(times.makespan)
     assert found.measured.bubble == pytest.approx(found.predicted.bubble) == pytest.approx(times.bubble)
     assert found.slowest_stage == 2 and found.stage_seconds == pytest.approx((0.03, 0.03, 0.06))
     path, html = tmp_path / "trace.json", tmp_path / "trace.html"
-    save_trace(records, path)
-    assert load_trace(path) == records
+    save_trace(measured, path)
+    assert load_trace(path) == measured
     status, out, _ = run(capsys, "--trace", str(path), "--html", str(html))
     assert status == 0 and out.count("rank 2") == 3
     assert "slowest: stage 2 on rank 2, 60 ms a micro-batch, 1.50 x the mean" in out

@@ -10,9 +10,9 @@ import pytest
 from parallax.plugins import registry
 from parallax.plugins.pipeline.actions import Action, placement, splits_backward
 from parallax.plugins.pipeline.catalog import find_schedule, make_lists, stages_of
+from parallax.plugins.pipeline.gantt import Gantt
 from parallax.plugins.pipeline.schedules.basic import forward_only
 from parallax.plugins.pipeline.simulator import Costs, check, simulate
-from parallax.plugins.pipeline.timeline import Timeline
 
 NAMES = registry.names("parallax.schedules")
 V_SHAPED = ["zb_v", "v_half", "v_min", "dualpipe_v"]
@@ -24,7 +24,7 @@ def lists_of(name: str, ranks: int, count: int, stages: int | None = None) -> li
     return make_lists(find_schedule(name), ranks, count, stages)
 
 
-def bubble(found: Timeline) -> float:
+def bubble(found: Gantt) -> float:
     """Idle time of the busiest rank's own span."""
     return found.span - found.ideal
 

@@ -14,7 +14,7 @@ from parallax.plugins.pipeline.actions import Action, Lists, placement
 
 
 @dataclass(frozen=True)
-class Timeline:
+class Gantt:
     """Actions and their times, in any one unit and from any one zero.
 
     Attributes:
@@ -25,6 +25,10 @@ class Timeline:
     lists: Lists
     starts: Sequence[Sequence[float]]
     ends: Sequence[Sequence[float]]
+
+    def ranks(self) -> list[list[tuple[Action, float, float]]]:
+        """Per rank, (action, start, end) of each action."""
+        return [list(zip(*rank, strict=True)) for rank in zip(self.lists, self.starts, self.ends, strict=True)]
 
     @cached_property
     def begin(self) -> float:
