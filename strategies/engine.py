@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,12 +26,30 @@ from parallax.plugins.pipeline.executor import Executor
 from parallax.plugins.pipeline.plugin import PipelineParallel
 from parallax.plugins.pipeline.schedules.basic import forward_only, one_f_one_b
 from parallax.plugins.pipeline.transfer import Transfer
-from parallax.strategies.batch import batch_size, largest_divisor, split, valid_tokens, weighted_mean
+from parallax.strategies.batch import batch_size, largest_divisor, split, valid_tokens
 from parallax.strategies.fingerprint import fingerprint
-from parallax.strategies.logs import LogShare, Shared, recording, replay
+from parallax.strategies.kept import Kept, Path
+from parallax.strategies.logs import Logged, recording, replay
 from parallax.strategies.mesh import Mesh
+from parallax.strategies.metrics import MetricShare
+from parallax.strategies.outputs import merge
 from parallax.strategies.precision import LossScale
-from parallax.strategies.tree import map_tensors, signature, tensors_of
+from parallax.strategies.share import TreeShare
+from parallax.strategies.tree import signature, tensors_of
+
+
+class Result(NamedTuple):
+    """What one batch gave, from all its micro-batches; a tuple, so that tensors in it are found.
+
+    Attributes:
+        output: of the user's step.
+        logs: in the order they were logged.
+        kept: what was appended to lists of the module.
+    """
+
+    output: Any
+    logs: list[Logged]
+    kept: dict[Path, list[Any]]
 
 
 class Engine:
@@ -46,8 +64,8 @@ class Engine:
         autocast: makes the precision context of one forward.
         scale: dynamic loss scale of 16-mixed, else None.
         device: where batches and activations live.
-        fixed_microbatches: whether the user set num_microbatches; otherwise a batch it does not divide (the last one
-            of an epoch) is split into the largest number of micro-batches below it that does.
+        fixed_microbatches: whether the user set num_microbatches: a batch it does not divide is then refused, unless it
+            is the last of an epoch. Otherwise such a batch runs in the largest number of micro-batches that does.
     """
 
     def __init__(
@@ -67,7 +85,8 @@ class Engine:
         self._schedule, self._autocast, self._scale, self._device = schedule, autocast, scale, device
         self._fixed = fixed_microbatches
         self._shifted = any(getattr(m, "loss_type", None) == "ForCausalLM" for m in module.modules())
-        self._share = LogShare(mesh["pp"])
+        self._share = TreeShare(mesh["pp"], device)
+        self._metrics = MetricShare(module, mesh)
         self._lists: dict[tuple[Any, int], list[Action]] = {}
         self.steps = 0
         stage = next((p.state for p in plugins if isinstance(p, PipelineParallel)), None)
@@ -76,7 +95,14 @@ class Engine:
 
     # Training
 
-    def train_step(self, fn: Callable[..., Any], batch: Any, rest: Sequence[Any], accumulate: int = 1) -> Any:
+    def teardown(self) -> None:
+        """Make module and metrics ordinary ones again, as far as plugins allow."""
+        self._metrics.release()
+        self.data.teardown()
+
+    def train_step(
+        self, fn: Callable[..., Any], batch: Any, rest: Sequence[Any], accumulate: int = 1, last: bool = False
+    ) -> Any:
         """Forward and backward of one batch; gradients accumulate until `step`.
 
         Args:
@@ -84,33 +110,25 @@ class Engine:
             batch: this data rank's batch.
             rest: further arguments of `fn` (batch_idx).
             accumulate: number of batches per optimizer step; the loss is divided by it.
+            last: the batch ends an epoch, so it may be shorter than others.
 
         Returns:
-            What the user's step returned, averaged over micro-batches, on every stage; losses are detached.
+            What the user's step returned, of all micro-batches (see `outputs.merge`), on every stage; without gradient.
         """
         if self.steps == 0:
             self.require_same_batch(batch)
-        count = self._count(batch)
+        count = self._count(batch, last)
         parts = self._shard(split(batch, count))
         counts = self._token_counts(parts)
         weights = self._weights(counts) / accumulate
         if self._scale is not None:
             weights = weights * self._scale.value
-        losses: dict[int, Tensor] = {}
 
         def loss_of(index: int, output: Any) -> Tensor:
             loss = _loss(output)
-            losses[index] = loss.detach()
             return loss * weights[index].to(loss.dtype)
 
-        outputs, logs = self._run(fn, parts, rest, counts, loss_of)
-        loss = weighted_mean([losses[i] for i in range(count)], counts) if losses else None
-        extras = [{k: v for k, v in o.items() if k != "loss"} for o in outputs.values() if isinstance(o, Mapping)]
-        extra = {k: _merge([e[k] for e in extras]) for k in extras[0]} if extras else {}
-        shared = self._share(Shared(logs, loss, extra), self.module, self._device)
-        replay(self.module, shared.logs)
-        assert shared.loss is not None
-        return {"loss": shared.loss, **shared.extra} if shared.extra else shared.loss
+        return self._run(fn, parts, rest, counts, loss_of)
 
     def finish_gradients(self) -> None:
         """Complete and reduce the accumulated gradients. Between this and `step`, hooks may look at them."""
@@ -129,15 +147,17 @@ class Engine:
     # Evaluation
 
     def eval_step(self, fn: Callable[..., Any], batch: Any, rest: Sequence[Any]) -> Any:
-        """The user's validation_step, test_step or predict_step on one batch, whole; its output on every stage."""
-        parts = self._shard([batch])
+        """The user's validation_step, test_step or predict_step on one batch; its output on every stage.
+
+        With a pipeline the batch runs in as many micro-batches as divide it, up to the layout's number.
+        """
         if self.mesh.size("pp") == 1:
             with self._autocast():
-                return self._whole(self.data.forward(fn, parts[0], *rest))
-        outputs, logs = self._run(fn, parts, rest, torch.ones(1, device=self._device))
-        shared = self._share(Shared(logs, None, {"output": outputs.get(0)}), self.module, self._device)
-        replay(self.module, shared.logs)
-        return shared.extra["output"]
+                return self._whole(self.data.forward(fn, self._shard([batch])[0], *rest))
+        count = self._count(batch, last=True)
+        parts = self._shard(split(batch, count))
+        counts = self._token_counts(parts) if count > 1 else torch.ones(1, device=self._device)
+        return self._run(fn, parts, rest, counts)
 
     # Parts of a step
 
@@ -156,9 +176,9 @@ class Engine:
                 f"the data rank only: trainer.strategy.distributed_sampler_kwargs gives num_replicas and rank"
             )
 
-    def _count(self, batch: Any) -> int:
+    def _count(self, batch: Any, last: bool) -> int:
         wanted = self.mesh.layout.num_microbatches or 1
-        if self._fixed or wanted == 1:
+        if wanted == 1 or (self._fixed and not last):
             return wanted
         return largest_divisor(batch_size(batch), wanted)
 
@@ -193,19 +213,38 @@ class Engine:
         rest: Sequence[Any],
         counts: Tensor,
         loss_of: Callable[[int, Any], Tensor] | None = None,
-    ) -> tuple[dict[int, Any], list[tuple[str, Any, dict[str, Any]]]]:
+    ) -> Any:
         actions = self._actions(len(parts), backward=loss_of is not None)
         keys = [(getattr(fn, "__name__", "step"), signature(part)) for part in parts]
-        direct = self.mesh.size("pp") == 1 and len(parts) == 1  # the user's log calls are right as they are
-        with recording(self.module, active=not direct) as recorder:
+        rows = _rows(parts[0])
+        if self.mesh.size("pp") == 1 and len(parts) == 1:  # the user's log calls are right as they are
 
-            def step(index: int) -> Any:
-                recorder.microbatch = index
+            def whole(index: int) -> Any:
                 with self._autocast():
                     return self._whole(fn(parts[index], *rest))
 
+            outputs = self._executor.run(actions, whole, keys, loss_of, note=f"step {self.steps}")
+            return merge(list(outputs.values()), counts, rows)
+        kept = Kept(self.module)
+        with recording(self.module) as recorder, self._metrics.step():
+
+            def step(index: int) -> Any:
+                recorder.start(index)
+                kept.start()
+                with self._autocast():
+                    output = self._whole(fn(parts[index], *rest))
+                kept.stop(index)
+                return output
+
             outputs = self._executor.run(actions, step, keys, loss_of, note=f"step {self.steps}")
-        return outputs, recorder.averaged(counts) if self.mesh.is_last_stage else []
+            result = None
+            if self.mesh.is_last_stage:
+                output = merge([outputs[i] for i in range(len(parts))], counts, rows)
+                result = Result(output, recorder.logged(counts, self._metrics), self._whole(kept.appended(counts, rows)))
+        shared: Result = self._share(result)
+        kept.replay(shared.kept)
+        replay(self.module, shared.logs, self._metrics)
+        return shared.output
 
     def _actions(self, count: int, *, backward: bool) -> list[Action]:
         key = (backward, count)
@@ -232,11 +271,7 @@ def _loss(output: Any) -> Tensor:
     return loss
 
 
-def _merge(values: list[Any]) -> Any:
-    """Micro-batch outputs as one: scalars averaged, tensors joined along dim 0, anything else as a list."""
-    values = [map_tensors(Tensor.detach, v) for v in values]
-    if len(values) == 1:
-        return values[0]
-    if all(isinstance(v, Tensor) for v in values):
-        return torch.stack(values).mean(0) if values[0].dim() == 0 else torch.cat(values)
-    return values
+
+def _rows(batch: Any) -> int:
+    """Samples in a micro-batch; 0 when it holds no tensor that could tell."""
+    return next((t.shape[0] for t in tensors_of(batch) if t.dim()), 0)

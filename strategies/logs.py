@@ -1,77 +1,117 @@
 """`self.log` under micro-batches and pipeline stages.
 
-It is: a recorder that stands in for `LightningModule.log` while micro-batches run, the average over
-micro-batches, the trip from the last stage to the others, and the replay on every rank. It is not: a logger.
+It is: a recorder that stands in for `LightningModule.log` while micro-batches run, one value from those of the
+micro-batches, and the replay on every rank. It is not: a logger, or the trip between stages (`share.py`).
 
-Only the last stage runs the user's step to its end, so only its records count. What was logged (names and options)
-travels once and again when it changes; the values travel as one small tensor.
+Only the last stage runs the user's step to its end, so only its records count.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torchmetrics import Metric
 
 from parallax.strategies.batch import weighted_mean
-from parallax.strategies.comm import AxisComm
-from parallax.strategies.mesh import Mesh
-from parallax.strategies.tree import map_tensors
+from parallax.strategies.metrics import MetricShare
 
-Logged = tuple[str, Any, dict[str, Any]]
-"""(name, value, options) of one `self.log`."""
+REDUCTIONS = ("mean", "sum", "min", "max")
+"""What Lightning's `reduce_fx` may be, by name or as torch's function of that name ("avg" means "mean")."""
+
+
+class Logged(NamedTuple):
+    """One `self.log` of a batch; a tuple, so that a tensor in it is found.
+
+    Attributes:
+        name, options: as given.
+        value: a number as a 0-dim tensor; for a metric its value of this batch, or None.
+        metric: name of the metric in the module, if one was logged.
+    """
+
+    name: str
+    options: dict[str, Any]
+    value: Any
+    metric: str | None = None
 
 
 @dataclass
 class Record:
-    """One name logged with one set of options; `values` by micro-batch."""
+    """One name logged with one set of options; `values` and `sizes` (the option batch_size) by micro-batch."""
 
     name: str
     options: dict[str, Any]
     values: dict[int, Any]
+    sizes: dict[int, int]
 
 
 class Recorder:
     """Collects `log` calls by micro-batch.
 
     Attributes:
-        microbatch: index of the micro-batch that runs now.
         records: (name, how many times the name was logged before in the micro-batch) -> Record.
     """
 
     def __init__(self, signature: inspect.Signature) -> None:
-        self.microbatch = 0
         self.records: dict[tuple[str, int], Record] = {}
+        self._microbatch = 0
         self._signature = signature
+
+    def start(self, microbatch: int) -> None:
+        """A micro-batch begins; what it logged on an earlier stage of this rank is logged again."""
+        self._microbatch = microbatch
+        for record in self.records.values():
+            record.values.pop(microbatch, None)
 
     def log(self, *args: Any, **kwargs: Any) -> None:
         """Stands in for `LightningModule.log`."""
         options = self._signature.bind(self, *args, **kwargs).arguments
         options.pop("self")
         name, value = options.pop("name"), options.pop("value")
+        size = options.pop("batch_size", None)
         ordinal = 0
-        while (r := self.records.get((name, ordinal))) is not None and self.microbatch in r.values:
+        while (r := self.records.get((name, ordinal))) is not None and self._microbatch in r.values:
             ordinal += 1
-        record = self.records.setdefault((name, ordinal), Record(name, options, {}))
-        record.values[self.microbatch] = value.detach() if isinstance(value, Tensor) else value
+        record = self.records.setdefault((name, ordinal), Record(name, options, {}, {}))
+        record.values[self._microbatch] = value.detach() if isinstance(value, Tensor) else value
+        if size is not None:
+            record.sizes[self._microbatch] = int(size)
 
-    def averaged(self, weights: Tensor) -> list[Logged]:
-        """(name, mean over micro-batches by `weights`, options); a Metric stays itself."""
-        out: list[Logged] = []
-        for record in self.records.values():
-            first = next(iter(record.values.values()))
-            if isinstance(first, Metric):
-                out.append((record.name, first, record.options))
-                continue
-            mean = weighted_mean(list(record.values.values()), weights[list(record.values)])
-            out.append((record.name, mean, record.options))
-        return out
+    def logged(self, weights: Tensor, metrics: MetricShare) -> list[Logged]:
+        """One entry per record, its micro-batches reduced as `reduce_fx` says; means are weighed by `weights`."""
+        return [self._one(record, weights, metrics) for record in self.records.values() if record.values]
+
+    def _one(self, record: Record, weights: Tensor, metrics: MetricShare) -> Logged:
+        first = next(iter(record.values.values()))
+        options = record.options
+        if record.sizes:
+            options = {**options, "batch_size": sum(record.sizes.values())}
+        if isinstance(first, Metric):
+            return Logged(record.name, options, metrics.value_of_batch(first), metrics.name_of(first))
+        which = list(record.values)
+        value = reduced(options.get("reduce_fx", "mean"), list(record.values.values()), weights[which])
+        return Logged(record.name, options, value)
+
+
+def reduced(how: Any, values: Sequence[Any], weights: Tensor) -> Tensor:
+    """One number from one per micro-batch, in fp64, as `reduce_fx` reduces over batches.
+
+    Raises:
+        ValueError: a reduction Lightning does not know either.
+    """
+    name = how if isinstance(how, str) else getattr(how, "__name__", str(how))
+    name = {"avg": "mean"}.get(name.lower(), name.lower())
+    if name not in REDUCTIONS:
+        raise ValueError(f"self.log(reduce_fx={how}) is not supported; use one of {', '.join(REDUCTIONS)}")
+    if name == "mean":
+        return weighted_mean(values, weights)
+    numbers = torch.stack([torch.as_tensor(v, device=weights.device).double().reshape(()) for v in values])
+    return numbers.sum() if name == "sum" else numbers.min() if name == "min" else numbers.max()
 
 
 @contextmanager
@@ -88,91 +128,8 @@ def recording(module: Any, active: bool = True) -> Iterator[Recorder]:
         del module.__dict__["log"]
 
 
-@dataclass
-class Shared:
-    """What the last stage knows at the end of a step and every stage needs.
-
-    Attributes:
-        logs: (name, value, options) in the order they were logged.
-        loss: the batch's loss, None in evaluation.
-        extra: further outputs of the user's step.
-    """
-
-    logs: list[Logged]
-    loss: Tensor | None
-    extra: dict[str, Any]
-
-
-class LogShare:
-    """Brings the last stage's records, loss and outputs to every stage of its pipeline.
-
-    Args:
-        comm: the pipeline axis; its last index is the source.
-    """
-
-    def __init__(self, comm: AxisComm) -> None:
-        self._comm = comm
-        self._known: list[tuple[str, dict[str, Any], str | None]] = []
-
-    def __call__(self, mine: Shared, module: Any, device: torch.device) -> Shared:
-        """The last stage's `Shared`, on every stage. `mine` matters on the last stage only."""
-        comm = self._comm
-        if comm.size == 1:
-            return mine
-        last = comm.size - 1
-        what = [(name, options, _metric_name(module, value)) for name, value, options in mine.logs]
-        numbers = [0.0 if isinstance(value, Metric) else value for _, value, _ in mine.logs]
-        # Flags and loss, then the values of the names every stage knows already.
-        box = torch.zeros(3 + len(self._known), dtype=torch.float64, device=device)
-        if comm.is_last:
-            box[0] = what != self._known
-            box[1] = bool(mine.extra)
-            box[2] = mine.loss if mine.loss is not None else float("nan")
-            if what == self._known and numbers:
-                box[3:] = torch.stack([torch.as_tensor(n, dtype=torch.float64, device=device) for n in numbers])
-        comm.broadcast(box, src=last)
-        changed, has_extra = (bool(flag) for flag in box[:2].tolist())
-        values = box[3:]
-        if changed:
-            self._known, numbers = comm.broadcast_object((what, [float(n) for n in numbers]), src=last)
-            values = torch.tensor(numbers, dtype=torch.float64, device=device)
-        logs: list[Logged] = []
-        for value, (name, options, metric) in zip(values, self._known, strict=True):
-            logs.append((name, value if metric is None else self._metric(module, metric, last), options))
-        extra = mine.extra
-        if has_extra:
-            extra = comm.broadcast_object(map_tensors(lambda t: t.detach().cpu(), mine.extra), src=last)
-            extra = map_tensors(lambda t: t.to(device), extra)
-        return Shared(logs, box[2] if mine.loss is not None or not comm.is_last else None, extra)
-
-    def _metric(self, module: Any, name: str, src: int) -> Metric:
-        """A torchmetrics object logged by name: its state is copied from the last stage, then it is the local one."""
-        metric: Any = module.get_submodule(name)
-        names = (*metric._defaults, "_update_count", "_forward_cache")
-        state = self._comm.broadcast_object({key: getattr(metric, key) for key in names}, src=src)
-        for key, value in state.items():
-            setattr(metric, key, value)
-        metric._computed = None
-        assert isinstance(metric, Metric)
-        return metric
-
-
-def count_samples_once(module: nn.Module, mesh: Mesh) -> None:
-    """Let every torchmetrics object in `module` gather over the data axis only: along tp and pp it is the same."""
-    data = mesh["data"]
-    for metric in module.modules():
-        if isinstance(metric, Metric) and metric.process_group is None:
-            metric.process_group = data.group
-            metric.distributed_available_fn = lambda: data.size > 1
-
-
-def _metric_name(module: Any, value: Any) -> str | None:
-    if not isinstance(value, Metric):
-        return None
-    return next(name for name, child in module.named_modules() if child is value)
-
-
-def replay(module: Any, logs: list[Logged]) -> None:
+def replay(module: Any, logs: Sequence[Logged], metrics: MetricShare) -> None:
     """Log for real, on this rank."""
-    for name, value, options in logs:
-        module.log(name, value, **options)
+    for entry in logs:
+        value = entry.value if entry.metric is None else metrics.restore(entry.metric, entry.value)
+        module.log(entry.name, value, **entry.options)

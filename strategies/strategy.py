@@ -30,7 +30,6 @@ from parallax.strategies.assemble import assemble, averaged_lookup, make_plugins
 from parallax.strategies.deferred import Recording, deferred_init
 from parallax.strategies.engine import Engine
 from parallax.strategies.layout import Layout
-from parallax.strategies.logs import count_samples_once
 from parallax.strategies.other_lightning import hint
 from parallax.strategies.precision import ParallaxPrecision
 from parallax.strategies.processes import ProcessStrategy
@@ -182,7 +181,7 @@ class ParallaxStrategy(ProcessStrategy):
         self._precision.engine = lambda: self
         fresh = self._is_fresh()
         if fresh and self._engine is not None:  # another module than before: nothing of the old one fits
-            self._engine.data.teardown()
+            self._engine.teardown()
             self._engine, self._plugins = None, make_plugins(self.mesh.layout, self._plans)
         with self._together("the checks of the model", always=True):
             refusals.check(self.lightning_module, training=training)
@@ -208,11 +207,10 @@ class ParallaxStrategy(ProcessStrategy):
                 refusals.check_optimizers(self.lightning_module, self.optimizers)
         if training or fresh:
             if self._engine is not None:
-                self._engine.data.teardown()
+                self._engine.teardown()
             with self._together("the set-up of the data engine", always=True):
                 self._engine = self._make_engine(self.lightning_module, training=training)
             self._agreed.clear()
-            count_samples_once(self.lightning_module, self.mesh)
             summarize_sharded(trainer.callbacks, zero_stage=self.mesh.layout.zero_stage if training else 0)
             announce(self.mesh, self._plugins, self.lightning_module, self.shard_of, self.place, self._order)
 
@@ -267,7 +265,11 @@ class ParallaxStrategy(ProcessStrategy):
         trainer = self.lightning_module.trainer
         with self._together("training_step"):
             return self.engine.train_step(
-                self.lightning_module.training_step, batch, rest, accumulate=trainer.accumulate_grad_batches
+                self.lightning_module.training_step,
+                batch,
+                rest,
+                accumulate=trainer.accumulate_grad_batches,
+                last=trainer.is_last_batch and trainer.fit_loop.epoch_loop.batch_idx > 0,
             )
 
     def validation_step(self, batch: Any, *rest: Any) -> Any:
@@ -336,7 +338,7 @@ class ParallaxStrategy(ProcessStrategy):
     def close(self) -> None:
         """Make the module an ordinary one again as far as its axes allow, and leave the process group. Collective."""
         if self._engine is not None:
-            self._engine.data.teardown()
+            self._engine.teardown()
         self._leave()
 
     def _leave(self) -> None:
