@@ -1,8 +1,8 @@
 """What a Lightning user does, as functions of the trainer they are done with.
 
-It is: one LightningModule that uses whatever Lightning offers inside a step, and scenarios that return plain values. The
-same scenario runs in one process of plain Lightning and at a layout; `test_semantics.py` compares. It is not: aware
-of layouts.
+It is: one LightningModule that uses whatever Lightning offers inside a step, and scenarios that return plain values.
+The same scenario runs in one process of plain Lightning and at a layout; `test_semantics.py` compares. It is not:
+aware of layouts.
 """
 
 from __future__ import annotations
@@ -106,7 +106,8 @@ class User(LightningModule):
         self.log_dict(values)
         self.log("confused", self.confusion.compute().double().square().sum().sqrt())
         self.log("val_kept", torch.stack(self.val_losses).mean(), sync_dist=True)
-        self.log("val_rows", float(sum(len(r) for part in self.val_rows.values() for r in part)), reduce_fx="sum")
+        seen = float(sum(len(r) for part in self.val_rows.values() for r in part))
+        self.log("val_rows", seen, reduce_fx="sum", sync_dist=True)
         for used in (self.scores, self.confusion):
             used.reset()
         self.val_losses.clear()
@@ -161,9 +162,10 @@ class Watch(Callback):
         loss = trainer.strategy.reduce(outputs["loss"])
         self.outputs.append((float(loss), int(correct), together(trainer, row).tolist(), outputs["name"]))
 
-    def on_validation_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int, *_: Any) -> None:
-        self.hooks.append(f"on_validation_batch_end {batch_idx}")
-        self.outputs.append((float(trainer.strategy.reduce(outputs["loss"])), together(trainer, outputs["row"]).tolist()))
+    def on_validation_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int, *_: Any) -> None:
+        self.hooks.append(f"on_validation_batch_end {index}")
+        loss = trainer.strategy.reduce(outputs["loss"])
+        self.outputs.append((float(loss), together(trainer, outputs["row"]).tolist()))
 
 
 def _named(name: str) -> Callable[..., None]:
