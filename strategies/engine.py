@@ -85,8 +85,9 @@ class Engine:
         self._schedule, self._autocast, self._scale, self._device = schedule, autocast, scale, device
         self._fixed = fixed_microbatches
         self._shifted = any(getattr(m, "loss_type", None) == "ForCausalLM" for m in module.modules())
-        self._share = TreeShare(mesh["pp"], device)
-        self._metrics = MetricShare(module, mesh)
+        last = mesh.size("pp") - 1
+        self._share = TreeShare(mesh["pp"], device, source=last)
+        self._metrics = MetricShare(module, mesh, source=last)
         self._lists: dict[tuple[Any, int], list[Action]] = {}
         self.steps = 0
         stage = next((p.state for p in plugins if isinstance(p, PipelineParallel)), None)
@@ -238,7 +239,7 @@ class Engine:
 
             outputs = self._executor.run(actions, step, keys, loss_of, note=f"step {self.steps}")
             result = None
-            if self.mesh.is_last_stage:
+            if self._share.is_source:
                 output = merge([outputs[i] for i in range(len(parts))], counts, rows)
                 result = Result(output, recorder.logged(counts, self._metrics), self._whole(kept.appended(counts, rows)))
         shared: Result = self._share(result)

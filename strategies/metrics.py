@@ -32,9 +32,10 @@ class MetricShare:
     Args:
         module: the user's LightningModule; every metric in it is prepared, until `release`.
         mesh: where this rank sits.
+        source: index on "pp" of the rank that holds the last stage.
     """
 
-    def __init__(self, module: nn.Module, mesh: Mesh) -> None:
+    def __init__(self, module: nn.Module, mesh: Mesh, source: int) -> None:
         self._module = module
         metrics = [m for m in module.modules() if isinstance(m, Metric)]
         self._in_step = False
@@ -56,7 +57,7 @@ class MetricShare:
             metric.dist_sync_fn = metric.dist_sync_fn or gather
             metric.distributed_available_fn = lambda: data.size > 1
             if mesh.size("pp") > 1:
-                _compute_from_last(metric, mesh["pp"], lambda: self._in_step)
+                _compute_from(metric, mesh["pp"], source, lambda: self._in_step)
 
     def release(self) -> None:
         """Make the metrics ordinary ones again."""
@@ -121,7 +122,7 @@ def _never() -> bool:
     return False
 
 
-def _compute_from_last(metric: Any, comm: AxisComm, in_step: Callable[[], bool]) -> None:
+def _compute_from(metric: Any, comm: AxisComm, source: int, in_step: Callable[[], bool]) -> None:
     """Let `compute`, outside a step, take the state of the last stage first. Collective there, on every rank.
 
     The class is exchanged, not the method: torchmetrics makes `compute` anew whenever a metric is copied.
@@ -132,12 +133,12 @@ def _compute_from_last(metric: Any, comm: AxisComm, in_step: Callable[[], bool])
         local = cls._wrap_compute(self, compute)
 
         @functools.wraps(compute)
-        def from_last(*args: Any, **kwargs: Any) -> Any:
+        def from_source(*args: Any, **kwargs: Any) -> Any:
             if not in_step():
-                _take_state(self, comm)
+                _take_state(self, comm, source)
             return local(*args, **kwargs)
 
-        return from_last
+        return from_source
 
     body = {"_wrap_compute": _wrap_compute, "_alone": cls, "__module__": cls.__module__, "__doc__": cls.__doc__}
     metric.__class__ = type(cls.__name__, (cls,), body)
@@ -151,12 +152,12 @@ def _compute_alone(metric: Any) -> None:
         metric.compute = metric._wrap_compute(MethodType(cls.compute, metric))
 
 
-def _take_state(metric: Any, comm: AxisComm) -> None:
+def _take_state(metric: Any, comm: AxisComm, source: int) -> None:
     """Copy the last stage's state into `metric`, and forget a value computed from another."""
     names = (*metric._defaults, "_update_count")
-    mine = {name: getattr(metric, name) for name in names} if comm.is_last else None
-    state = comm.broadcast_object(map_tensors(lambda t: t.detach().cpu(), mine), src=comm.size - 1)
-    if comm.is_last:
+    mine = {name: getattr(metric, name) for name in names} if comm.index == source else None
+    state = comm.broadcast_object(map_tensors(lambda t: t.detach().cpu(), mine), src=source)
+    if comm.index == source:
         return
     for name, value in state.items():
         setattr(metric, name, map_tensors(lambda t: t.to(metric.device), value))

@@ -1,6 +1,6 @@
 """Brings what one rank knows to the others of its axis, at the price of one small tensor.
 
-It is: the trip of a tree (logs, losses, outputs of the user's step) from the last pipeline stage to every stage. Its
+It is: the trip of a tree (logs, losses, outputs of the user's step) from the last pipeline stage to every rank of its pipeline. Its
 form (structure, shapes, whatever is no tensor) travels once and is remembered on both sides; after that the
 numbers in it travel together as one tensor, and larger tensors as they are. It is not: aware of what the tree means.
 """
@@ -43,17 +43,23 @@ class TreeShare:
     """Shares trees along an axis.
 
     Args:
-        comm: the axis; its last index is the source.
+        comm: the axis.
         device: where tensors travel.
+        source: index on the axis of the rank whose trees are shared.
     """
 
-    def __init__(self, comm: AxisComm, device: torch.device) -> None:
-        self._comm, self._device = comm, device
+    def __init__(self, comm: AxisComm, device: torch.device, source: int) -> None:
+        self._comm, self._device, self._source = comm, device, source
         self._forms: list[Form] = []
         self._numbers_of: dict[bytes, int] = {}
 
+    @property
+    def is_source(self) -> bool:
+        """Whether this rank's trees are the ones that are shared."""
+        return self._comm.index == self._source
+
     def __call__(self, tree: Any) -> Any:
-        """The last index's tree, on every rank of the axis. Collective; the others' argument is not used.
+        """The source's tree, on every rank of the axis. Collective; the others' argument is not used.
 
         Tensors come without gradient. Numbers keep their dtype; anything that is no tensor is pickled with the form.
         """
@@ -63,7 +69,7 @@ class TreeShare:
         tensors: list[Tensor] = []
         at = len(self._forms)
         new = False
-        if comm.is_last:
+        if self.is_source:
             tensors, skeleton = split_tensors(tree)
             tensors = [t.detach() for t in tensors]
             form = Form(skeleton, tuple((tuple(t.shape), t.dtype, t.device.type) for t in tensors))
@@ -73,14 +79,14 @@ class TreeShare:
             if new:
                 self._forms.append(form)
         box = self._box(at, tensors, room=len(self._forms) - new, new=new)
-        comm.broadcast(box, src=comm.size - 1)
+        comm.broadcast(box, src=self._source)
         if (number := int(box[0])) == NEW:
-            form = comm.broadcast_object(self._forms[-1] if comm.is_last else None, src=comm.size - 1)
-            if not comm.is_last:
+            form = comm.broadcast_object(self._forms[-1] if self.is_source else None, src=self._source)
+            if not self.is_source:
                 self._forms.append(form)
             number = len(self._forms) - 1
             box = self._box(number, tensors, room=len(self._forms), new=False)
-            comm.broadcast(box, src=comm.size - 1)
+            comm.broadcast(box, src=self._source)
         return self._receive(self._forms[number], tensors, box)
 
     def _box(self, number: int, tensors: list[Tensor], *, room: int, new: bool) -> Tensor:
@@ -100,12 +106,12 @@ class TreeShare:
         place = {i: at for at, i in enumerate(form.numbers)}
         for i, (shape, dtype, home) in enumerate(form.tensors):
             if i in place:
-                out.append(mine[i] if comm.is_last else box[1 + place[i]].to(_device(home, self._device), dtype))
+                out.append(mine[i] if self.is_source else box[1 + place[i]].to(_device(home, self._device), dtype))
                 continue
-            tensor = mine[i].to(self._device).contiguous() if comm.is_last else None
+            tensor = mine[i].to(self._device).contiguous() if self.is_source else None
             travelling = torch.empty(shape, dtype=dtype, device=self._device) if tensor is None else tensor
-            comm.broadcast(travelling, src=comm.size - 1)
-            out.append(mine[i] if comm.is_last else travelling.to(_device(home, self._device)))
+            comm.broadcast(travelling, src=self._source)
+            out.append(mine[i] if self.is_source else travelling.to(_device(home, self._device)))
         return join_tensors(out, form.skeleton)
 
 
