@@ -76,6 +76,7 @@ class Mesh:
     rank: int
     comms: Mapping[str, AxisComm]
     ledger: Ledger = field(default_factory=Ledger)
+    _alone: list[dist.ProcessGroup] = field(default_factory=list, repr=False, compare=False)
 
     @classmethod
     def build(
@@ -131,8 +132,21 @@ class Mesh:
         """Coordinate of this rank on an axis (or its position in a combined group)."""
         return self[name].index
 
+    def real_group(self, name: str) -> dist.ProcessGroup:
+        """The process group of an axis; where it has one rank, a group of this rank alone, made at first use.
+
+        For libraries that take None for the whole world.
+        """
+        if (group := self[name].group) is not None:
+            return group
+        if not self._alone:
+            self._alone.append(dist.new_group([self.rank], use_local_synchronization=True))
+        return self._alone[0]
+
     def close(self) -> None:
         """Destroy the mesh's process groups (not the world's own). Collective."""
+        while self._alone:
+            dist.destroy_process_group(self._alone.pop())
         for comm in self.comms.values():
             if comm.group is not None:
                 dist.destroy_process_group(comm.group)

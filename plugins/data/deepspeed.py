@@ -24,6 +24,7 @@ from parallax.plugins.data.base import Clip, DataEngine, StepResult, T
 from parallax.plugins.data.clipping import apply_plan, plan_step
 from parallax.plugins.data.deepspeed_checks import check_installed, check_optimizer, fill_groups, one_dtype
 from parallax.plugins.data.deepspeed_config import ModelSize, zero_config
+from parallax.plugins.data.deepspeed_experts import ExpertGroups
 from parallax.plugins.data.deepspeed_restore import Restore
 from parallax.plugins.data.deepspeed_shards import PartitionedStates, PartitionedWeights, Shards
 from parallax.plugins.data.state import cloned, load_tensors, trained_names
@@ -74,18 +75,19 @@ class DeepSpeedEngine(DataEngine):
         check_optimizer(optimizer)
         self.trained = {n: p for n, p in trained_names(module, optimizer).items() if p.numel()}
         self.owned = {p for name, p in self.trained.items() if owned(name)}
-        if any(averaged_over(name) != "data" for name in self.trained):
-            raise ValueError("expert_parallel_size > 1 works with zero_stage 0 only; use data_engine='ddp'")
         dtype = one_dtype(self.trained)
+        found = [p for name, p in self.trained.items() if averaged_over(name) == "edp"]
+        self.experts = ExpertGroups(found, optimizer, mesh, layout.zero_stage)
         self.step_module = _Step(module, fill_groups(optimizer, dtype, self.device))
         self.restore = Restore(self.step_module)
         sizes = [p.numel() for p in self.step_module.parameters() if p.requires_grad]
         config = zero_config(
             layout.zero_stage, dtype, ModelSize(sum(sizes), max(sizes)), cuda=self.device.type == "cuda"
         )
-        self.engine = shims.build_engine(
-            self.step_module, optimizer, config, mesh=mesh, dtype=dtype, device=self.device
-        )
+        with self.experts.shown():
+            self.engine = shims.build_engine(
+                self.step_module, optimizer, config, mesh=mesh, dtype=dtype, device=self.device, experts=self.experts.split
+            )
         self.restore.mark()
         self._adopt(optimizer, layout)
 
@@ -95,7 +97,7 @@ class DeepSpeedEngine(DataEngine):
             optimizer.state = zero.optimizer.state
             zero.optimizer = self.engine.basic_optimizer = optimizer
         kind = PartitionedWeights if layout.zero_stage == 3 else PartitionedStates
-        self.shards: Shards = kind(zero, self.mesh["data"])
+        self.shards: Shards = kind(zero, lambda p: self.mesh["edp" if p in self.experts.params else "data"])
         self.overflow = False
         running.own_norm(zero, lambda: torch.tensor(-1.0 if self.overflow else 0.0))
         if layout.zero_stage == 3:
@@ -147,7 +149,8 @@ class DeepSpeedEngine(DataEngine):
                 param.grad = torch.empty_like(param)  # torch compares it with the weight, which may be released
                 param.grad.data = torch.zeros(_shape(param), dtype=param.dtype, device=param.device)
         self.open_step = None
-        held.close()
+        with self.experts.shown():
+            held.close()
 
     @torch.no_grad()
     def step(self, clip: Clip) -> StepResult:
@@ -156,7 +159,7 @@ class DeepSpeedEngine(DataEngine):
         )
         apply_plan(self.shards.grads(), plan)
         self.overflow = plan.overflow
-        with shims.quiet():
+        with shims.quiet(), self.experts.shown():
             self.engine.step()
         if self.scale is not None:
             self.scale.update(plan.overflow)
@@ -199,14 +202,14 @@ class DeepSpeedEngine(DataEngine):
         """The user's optimizer's state dict over this rank's flat partitions, and the partitions themselves."""
         if self.optimizer is None:
             return {}
-        with self.shards.optimizer_params():
+        with self.experts.shown(), self.shards.optimizer_params():
             return dict(cloned({"optimizer": self.optimizer.state_dict(), "masters": self.shards.masters}))
 
     @torch.no_grad()
     def load_optimizer_state(self, state: dict[str, Any]) -> None:
         if self.optimizer is None:
             return
-        with self.shards.optimizer_params():
+        with self.experts.shown(), self.shards.optimizer_params():
             self.optimizer.load_state_dict(state["optimizer"])
         for master, saved in zip(self.shards.masters, state["masters"], strict=True):
             if master.shape != saved.shape:

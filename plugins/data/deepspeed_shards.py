@@ -7,7 +7,7 @@ tests and saving need. It is not: a change of anything in DeepSpeed (see `deepsp
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,11 +18,14 @@ from parallax.strategies.comm import AxisComm
 
 
 class Shards(ABC):
-    """This rank's share, over the data axis, of what `optimizer` (DeepSpeed's) holds."""
+    """This rank's share of what `optimizer` (DeepSpeed's) holds.
 
-    def __init__(self, optimizer: Any, comm: AxisComm) -> None:
+    `comm_of` gives the axis a parameter is shared over: the data axis, "edp" for experts.
+    """
+
+    def __init__(self, optimizer: Any, comm_of: Callable[[nn.Parameter], AxisComm]) -> None:
         self.optimizer = optimizer
-        self.comm = comm
+        self.comm_of = comm_of
 
     @abstractmethod
     def members(self) -> list[tuple[int, list[nn.Parameter]]]:
@@ -78,7 +81,7 @@ class Shards(ABC):
                     start = self.offset(key, param)
                     flat = share.reshape(-1)[: max(whole.numel() - start, 0)]  # the last share of ZeRO-3 is padded
                     whole.view(-1)[start : start + flat.numel()] += flat
-        self.comm.all_reduce(whole)
+        self.comm_of(param).all_reduce(whole)
         return whole
 
 
@@ -94,7 +97,7 @@ class PartitionedStates(Shards):
 
     def offset(self, key: int, param: nn.Parameter) -> int:
         zero = self.optimizer
-        return int(zero.grad_start_offset[key][self.comm.index][zero.get_param_id(param)])
+        return int(zero.grad_start_offset[key][self.comm_of(param).index][zero.get_param_id(param)])
 
     def publish_masters(self) -> None:
         self.optimizer.update_lp_params()
@@ -117,7 +120,7 @@ class PartitionedWeights(Shards):
         return list(self.optimizer.fp32_partitioned_groups_flat)
 
     def offset(self, key: int, param: Any) -> int:
-        return int(self.comm.index * param.partition_numel())
+        return int(self.comm_of(param).index * param.partition_numel())
 
     @contextmanager
     def optimizer_params(self) -> Iterator[None]:
@@ -144,7 +147,7 @@ class PartitionedWeights(Shards):
             small[0].all_gather(small)
 
     def full_param(self, param: Any) -> Tensor:
-        flat = self.comm.all_gather(param.ds_tensor.detach().reshape(-1).clone())
+        flat = self.comm_of(param).all_gather(param.ds_tensor.detach().reshape(-1).clone())
         if flat.numel() > param.ds_numel:
             flat = flat[: param.ds_numel].clone()  # without the padding of the last share
         return flat.view(param.ds_shape)

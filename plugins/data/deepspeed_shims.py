@@ -148,21 +148,19 @@ def mpu(mesh: Mesh) -> Any:
     other. A stay-alone group costs nothing.
     """
     unit: Any = mesh.mpu()
-    alone = None
     for name, axis in (("data_parallel", "data"), ("model_parallel", "model"), ("tensor_model_parallel", "tp")):
         if mesh[axis].group is None:
-            if alone is None:
-                alone = dist.new_group([mesh.rank], use_local_synchronization=True)
-            setattr(unit, f"get_{name}_group", lambda group=alone: group)
+            setattr(unit, f"get_{name}_group", lambda axis=axis: mesh.real_group(axis))
     return unit
 
 
-def engine_class(dtype: torch.dtype) -> Any:
+def engine_class(dtype: torch.dtype, experts: bool) -> Any:
     """DeepSpeed's engine for trainable parameters of `dtype`.
 
     2026-11, 0.19.8: the engine knows fp32, fp16 and bf16 only, as a property of its config; fp64 gradients would be
     reduced in fp32. bf16 gradients would be moved to a second, fp32, attribute where plugins do not find them. And
-    the device index comes from LOCAL_RANK, which must equal Open MPI's. Goes when the dtypes are the tensors'.
+    the device index comes from LOCAL_RANK, which must equal Open MPI's. And it looks for experts in layers of its own
+    classes only (`experts`: there are groups of them). Goes when the dtypes are the tensors' and experts the marked ones.
     """
     base = module("runtime.engine").DeepSpeedEngine
     members = {
@@ -171,6 +169,8 @@ def engine_class(dtype: torch.dtype) -> Any:
         "_do_args_sanity_check": lambda self, args: None,
         "_configure_with_arguments": lambda self, args, mpu: setattr(self, "local_rank", args.device_rank),
     }
+    if experts:
+        members["has_moe_layers"] = property(lambda self: True, lambda self, value: None)
     return type("ParallaxDeepSpeedEngine", (base,), members)
 
 
@@ -178,8 +178,9 @@ def engine_class(dtype: torch.dtype) -> Any:
 def fp64_allowed(dtype: torch.dtype) -> Iterator[None]:
     """Inside, ZeRO keeps fp64 parameters, masters and states in fp64.
 
-    2026-11, 0.19.8: masters are fp32 by construction, and where fp16 is supported `zero.Init` asserts a dtype that it
-    then does not use for a finished module. Goes when `data_types` accepts fp64.
+    2026-11, 0.19.8: masters are fp32 by construction, where fp16 is supported `zero.Init` asserts a dtype that it then
+    does not use for a finished module, and reduce-scatter, which groups of experts need, is refused. Goes when
+    `data_types` accepts fp64.
     """
     with ExitStack() as stack:
         if dtype == torch.float64:
@@ -196,11 +197,28 @@ def fp64_allowed(dtype: torch.dtype) -> Iterator[None]:
             init = module("runtime.zero.partition_parameters").InsertPostInitMethodToModuleSubClasses
             stack.enter_context(replaced(optimizer, "_configure_master_weights", masters))
             stack.enter_context(replaced(init, "_set_dtype", only_checked))
+
+            partitioned = module("runtime.zero.stage_1_and_2").DeepSpeedZeroOptimizer
+            configure = partitioned._configure_moe_settings
+
+            def experts_scattered(self: Any) -> None:
+                self.reduce_scatter, asked = True, self.reduce_scatter
+                configure(self)
+                self.reduce_scatter = asked
+
+            stack.enter_context(replaced(partitioned, "_configure_moe_settings", experts_scattered))
         yield
 
 
 def build_engine(
-    step: nn.Module, optimizer: Any, config: dict[str, Any], *, mesh: Mesh, dtype: torch.dtype, device: torch.device
+    step: nn.Module,
+    optimizer: Any,
+    config: dict[str, Any],
+    *,
+    mesh: Mesh,
+    dtype: torch.dtype,
+    device: torch.device,
+    experts: bool = False,
 ) -> Any:
     """DeepSpeed's engine around `step`, over the data group of `mesh`. Collective over the world."""
     with quiet(), local_rank(device.index or 0), fp64_allowed(dtype):
@@ -210,7 +228,7 @@ def build_engine(
         init_comm()
         unit = mpu(mesh)
         settings = module("runtime.config").DeepSpeedConfig(config, unit)
-        return engine_class(dtype)(
+        engine = engine_class(dtype, experts)(
             args=SimpleNamespace(device_rank=device.index or 0),
             model=step,
             optimizer=optimizer,
@@ -219,3 +237,6 @@ def build_engine(
             config_class=settings,
             dont_change_device=True,
         )
+        if experts:
+            engine.optimizer.reduce_scatter = True  # the only path that knows which group a gradient belongs to
+        return engine
