@@ -86,7 +86,13 @@ class DeepSpeedEngine(DataEngine):
         )
         with self.experts.shown():
             self.engine = shims.build_engine(
-                self.step_module, optimizer, config, mesh=mesh, dtype=dtype, device=self.device, experts=self.experts.split
+                self.step_module,
+                optimizer,
+                config,
+                mesh=mesh,
+                dtype=dtype,
+                device=self.device,
+                experts=self.experts.split,
             )
         self.restore.mark()
         self._adopt(optimizer, layout)

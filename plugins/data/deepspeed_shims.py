@@ -160,7 +160,7 @@ def engine_class(dtype: torch.dtype, experts: bool) -> Any:
     2026-11, 0.19.8: the engine knows fp32, fp16 and bf16 only, as a property of its config; fp64 gradients would be
     reduced in fp32. bf16 gradients would be moved to a second, fp32, attribute where plugins do not find them. And
     the device index comes from LOCAL_RANK, which must equal Open MPI's. And it looks for experts in layers of its own
-    classes only (`experts`: there are groups of them). Goes when the dtypes are the tensors' and experts the marked ones.
+    classes only (`experts`: there are groups of them). Goes when dtypes are the tensors' and experts the marked ones.
     """
     base = module("runtime.engine").DeepSpeedEngine
     members = {
