@@ -16,8 +16,9 @@ import torch
 
 from parallax.strategies.mesh import Mesh
 
-PER_RANK = ("state_dict", "optimizer_states")
-"""Entries of Lightning's dictionary that differ between ranks; everything else is rank 0's."""
+PER_RANK = ("state_dict", "optimizer_states", "current_model_state", "averaging_state")
+"""Entries of Lightning's dictionary that differ between ranks; everything else is rank 0's. The last two are those of
+its WeightAveraging callback: the trained weights, while "state_dict" holds the averaged ones, and their count."""
 
 
 def _rank_file(folder: Path, rank: int, world: int) -> Path:

@@ -24,7 +24,7 @@ from parallax.plugins.data.base import DataEngine, StepResult
 from parallax.plugins.launch import same_on_every_rank
 from parallax.plugins.launch.order import OrderOptions
 from parallax.plugins.pipeline.catalog import Schedule, find_schedule, name_of
-from parallax.strategies import checkpoint, refusals
+from parallax.strategies import callbacks, checkpoint, refusals
 from parallax.strategies.announce import announce, summarize_sharded
 from parallax.strategies.assemble import assemble, averaged_lookup, make_plugins, owned_lookup, shard_lookup
 from parallax.strategies.deferred import Recording, deferred_init
@@ -185,6 +185,9 @@ class ParallaxStrategy(ProcessStrategy):
             self._engine, self._plugins = None, make_plugins(self.mesh.layout, self._plans)
         with self._together("the checks of the model", always=True):
             refusals.check(self.lightning_module, training=training)
+            if training:
+                zero, resumes = self.mesh.layout.zero_stage, trainer.ckpt_path is not None
+                callbacks.check(trainer.callbacks, self.lightning_module, zero_stage=zero, resumes=resumes)
             for plugin in self._plugins if fresh else ():
                 plugin.check(self.mesh.layout, self.lightning_module)
         if fresh:
@@ -198,6 +201,8 @@ class ParallaxStrategy(ProcessStrategy):
                 together=lambda what: self._together(what, always=True),
             )
             self._recording = None
+            if training:
+                callbacks.copy_again(trainer.callbacks, self.lightning_module)
         if training:
             with (
                 self._together("configure_optimizers", always=True),

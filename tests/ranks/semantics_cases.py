@@ -12,10 +12,17 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from lightning.pytorch.loggers import Logger
 from torch import Tensor
 from torch.nn import functional as F
+from torch.optim.swa_utils import get_ema_avg_fn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from torchmetrics import MaxMetric, MeanMetric, MetricCollection, SumMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix, MulticlassF1Score
@@ -268,4 +275,84 @@ def overfit(make: MakeTrainer, batch: int, folder: str) -> Any:
     return result(trainer, watch, memory, stopped=stop.stopped_epoch)
 
 
-SCENARIOS = {"fit_and_evaluate": fit_and_evaluate, "limits": limits, "overfit": overfit}
+class Ema(WeightAveraging):
+    """Averages from the second step on."""
+
+    def __init__(self) -> None:
+        super().__init__(avg_fn=get_ema_avg_fn(0.7))
+
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        return step_idx is not None and step_idx >= 1
+
+
+def ema(make: MakeTrainer, batch: int, folder: str) -> Any:
+    """Validation sees the averaged weights, training the others; the average is what is left at the end."""
+    trainer, watch, memory = watched(make, max_epochs=2, callbacks=[Ema()])
+    module = User()
+    trainer.fit(module, val_dataloaders=loader(batch))
+    return result(trainer, watch, memory, after=trainer.validate(module, loader(batch), verbose=False))
+
+
+def swa(make: MakeTrainer, batch: int, folder: str) -> Any:
+    """Weights at the starts of the last epochs, averaged; the learning rate anneals to the one given."""
+    averaging = StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1, annealing_epochs=2)
+    trainer, watch, memory = watched(make, max_epochs=3, callbacks=[averaging, LearningRateMonitor()])
+    module = User()
+    trainer.fit(module, val_dataloaders=loader(batch))
+    return result(trainer, watch, memory, after=trainer.validate(module, loader(batch), verbose=False))
+
+
+class Stateful(DataLoader[Any]):
+    """A loader that can be resumed, as Lightning asks of one (torchdata's StatefulDataLoader has the same methods)."""
+
+    given = start = 0
+
+    def __iter__(self) -> Any:
+        start, self.start = self.start % len(self), 0
+        for at, batch in enumerate(super().__iter__()):
+            self.given = at + 1
+            if at >= start:
+                yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        return {"given": self.given}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.start = state["given"]
+
+
+class Resumable(User):
+    def train_dataloader(self) -> DataLoader[Any]:
+        usual = super().train_dataloader()
+        return Stateful(usual.dataset, batch_size=usual.batch_size, sampler=usual.sampler)
+
+
+def resume(make: MakeTrainer, batch: int, folder: str, *, averaged: bool = False) -> Any:
+    """A run broken off inside its second epoch goes on with the losses of one that was not."""
+    runs = []
+    for path in (None, f"{folder}/step=4.ckpt"):
+        saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=2, save_top_k=-1)
+        more = [Ema()] if averaged else []
+        trainer, watch, memory = watched(make, max_epochs=3, callbacks=[saver, *more], enable_checkpointing=True)
+        module = Resumable()
+        trainer.fit(module, val_dataloaders=loader(batch), ckpt_path=path, weights_only=False)
+        after = trainer.validate(module, loader(batch), verbose=False)
+        runs.append((result(trainer, watch, memory), after))
+        close = getattr(trainer.strategy, "close", None)
+        if close is not None:
+            close()
+    (straight, end), (resumed, same_end) = runs
+    trained = [out for out in straight["outputs"] if len(out) == 4]
+    again = [out for out in resumed["outputs"] if len(out) == 4]
+    assert len(again) == len(trained) - 4 and again == trained[4:], (trained, again)
+    assert same_end == end
+    return [{k: v for k, v in straight.items() if k != "hooks"}, resumed, end]
+
+
+def resume_averaged(make: MakeTrainer, batch: int, folder: str) -> Any:
+    return resume(make, batch, folder, averaged=True)
+
+
+SCENARIOS = {f.__name__: f for f in (fit_and_evaluate, limits, overfit, resume, ema, swa, resume_averaged)}
+AVERAGING = ("ema", "swa", "resume_averaged")
+"""Refused under ZeRO-3, see unit/test_callbacks.py."""
