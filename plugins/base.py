@@ -94,7 +94,8 @@ class ParamShard:
 class ParallelPlugin(ABC):
     """One form of model parallelism. A fresh instance serves one model; nothing is shared between instances.
 
-    The strategy calls, in this order: `check`, `apply`, then every step `shard_batch` and `finalize_grads`.
+    The strategy calls, in this order: `check`, `apply`, then every step `shard_batch`, `begin`, `whole_output` and
+    `finalize_grads`.
     `model` is always the user's LightningModule (or any `nn.Module`); parameter names (FQNs) are its own and
     must stay as they are.
     """
@@ -124,12 +125,18 @@ class ParallelPlugin(ABC):
         """This rank's part of a batch (identity unless the axis cuts the batch)."""
         return batch
 
+    def begin(self, microbatch: int) -> None:
+        """The user's step is called next, with the part of `microbatch`, the how-manieth `shard_batch` has made."""
+
     def finalize_grads(self, model: nn.Module, *, mesh: Mesh) -> None:
         """Complete `param.grad` after the last backward and before the reduction over the data axis."""
 
     def whole_output(self, output: Any) -> Any:
         """What the user's step returned, with every tensor as it would be without the axis. Collective."""
         return output
+
+    def restore(self, model: nn.Module) -> None:
+        """Take back what `apply` has hooked into `model` and its libraries. Parameters stay as they are."""
 
     def param_shard(self, fqn: str) -> ParamShard | None:
         """How the local tensor of parameter `fqn` sits in the whole; None when the axis leaves it alone."""

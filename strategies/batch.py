@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from parallax.strategies.comm import AxisComm
 from parallax.strategies.tree import tensors_of
 
 IGNORE_INDEX = -100
@@ -67,22 +68,35 @@ def split(batch: Any, count: int) -> list[Any]:
     ]
 
 
-def valid_tokens(batch: Any, *, shifted: bool) -> Tensor | None:
-    """Number of target tokens that count in `batch`, as a 0-dim tensor; None when the batch has no labels.
+def shifts_labels(module: nn.Module) -> bool:
+    """Whether a transformers model in `module` takes the label at t+1 for its target at t."""
+    models = (m for m in module.modules() if hasattr(m, "loss_type"))
+    return any(m.loss_type == "ForCausalLM" or type(m).__name__.endswith("LMHeadModel") for m in models)
+
+
+def valid_targets(batch: Any, *, shifted: bool) -> Tensor | None:
+    """Where in `batch` a target counts, as a bool tensor in the shape of the labels; None when it has none.
 
     Args:
         batch: a mapping with "shift_labels" or "labels", whose ignored entries are -100; anything else gives None.
-        shifted: the model predicts token t+1 at t from "labels", so column 0 is never a target.
+        shifted: the model predicts token t+1 at t from "labels": the target at t is the label at t+1.
     """
     if not isinstance(batch, Mapping):
         return None
     if isinstance(labels := batch.get("shift_labels"), Tensor):
-        return (labels != IGNORE_INDEX).sum()
-    if isinstance(labels := batch.get("labels"), Tensor):
-        if shifted and labels.dim() > 1:
-            labels = labels[..., 1:]
-        return (labels != IGNORE_INDEX).sum()
-    return None
+        return labels != IGNORE_INDEX
+    if not isinstance(labels := batch.get("labels"), Tensor):
+        return None
+    valid = labels != IGNORE_INDEX
+    if shifted and labels.dim() > 1:
+        valid = torch.cat([valid[..., 1:], torch.zeros_like(valid[..., :1])], -1)
+    return valid
+
+
+def valid_tokens(batch: Any, *, shifted: bool) -> Tensor | None:
+    """Number of targets that count in `batch`, as a 0-dim tensor; None when it has no labels. See `valid_targets`."""
+    valid = valid_targets(batch, shifted=shifted)
+    return None if valid is None else valid.sum()
 
 
 def largest_divisor(size: int, at_most: int) -> int:
@@ -90,11 +104,15 @@ def largest_divisor(size: int, at_most: int) -> int:
     return next(d for d in range(min(size, at_most), 0, -1) if size % d == 0)
 
 
-def weighted_mean(values: Sequence[Any], counts: Tensor) -> Tensor:
+def weighted_mean(values: Sequence[Any], counts: Tensor, along: AxisComm | None = None) -> Tensor:
     """Mean of one number per micro-batch by its valid tokens, in fp64, on the device of `counts`.
 
-    A micro-batch without valid tokens has no loss (a mean over nothing is nan) and does not count.
+    With `along` also over its ranks, which have counts of their own; collective. A micro-batch without valid tokens has
+    no loss (a mean over nothing is nan) and does not count.
     """
     numbers = torch.stack([torch.as_tensor(v, device=counts.device).double().reshape(()) for v in values])
     share = counts.double()
-    return (torch.where(share > 0, numbers, 0.0) * share).sum() / share.sum().clamp(min=1)
+    sums = torch.stack([(torch.where(share > 0, numbers, 0.0) * share).sum(), share.sum()])
+    if along is not None:
+        along.all_reduce(sums)
+    return sums[0] / sums[1].clamp(min=1)

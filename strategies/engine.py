@@ -12,13 +12,14 @@ counts evenly.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from parallax.plugins.base import ParallelPlugin
+from parallax.plugins.context import ContextParallel
 from parallax.plugins.data.base import Clip, DataEngine, StepResult
 from parallax.plugins.pipeline.actions import Action, placement, splits_backward
 from parallax.plugins.pipeline.catalog import Schedule, make_lists
@@ -26,7 +27,7 @@ from parallax.plugins.pipeline.executor import Executor
 from parallax.plugins.pipeline.plugin import PipelineParallel
 from parallax.plugins.pipeline.schedules.basic import forward_only, one_f_one_b
 from parallax.plugins.pipeline.transfer import Transfer
-from parallax.strategies.batch import batch_size, largest_divisor, split, valid_tokens
+from parallax.strategies.batch import batch_size, largest_divisor, shifts_labels, split, valid_tokens
 from parallax.strategies.fingerprint import fingerprint
 from parallax.strategies.kept import Kept, Path
 from parallax.strategies.logs import Logged, recording, replay
@@ -84,10 +85,11 @@ class Engine:
         self.module, self.mesh, self.data, self.plugins = module, mesh, data, tuple(plugins)
         self._schedule, self._autocast, self._scale, self._device = schedule, autocast, scale, device
         self._fixed = fixed_microbatches
-        self._shifted = any(getattr(m, "loss_type", None) == "ForCausalLM" for m in module.modules())
+        self._shifted = shifts_labels(module)
         last = mesh.size("pp") - 1
         self._share = TreeShare(mesh["pp"], device, source=last)
         self._metrics = MetricShare(module, mesh, source=last)
+        self._context = next((p for p in plugins if isinstance(p, ContextParallel)), None)
         self._lists: dict[tuple[Any, int], list[Action]] = {}
         self.steps = 0
         stage = next((p.state for p in plugins if isinstance(p, PipelineParallel)), None)
@@ -119,8 +121,9 @@ class Engine:
         if self.steps == 0:
             self.require_same_batch(batch)
         count = self._count(batch, last)
-        parts = self._shard(split(batch, count))
-        counts = self._token_counts(parts)
+        whole = split(batch, count)
+        counts = self._token_counts(whole)
+        parts = self._shard(whole)
         weights = self._weights(counts) / accumulate
         if self._scale is not None:
             weights = weights * self._scale.value
@@ -152,30 +155,32 @@ class Engine:
 
         With a pipeline the batch runs in as many micro-batches as divide it, up to the layout's number.
         """
-        if self.mesh.size("pp") == 1:
+        if self.mesh.size("pp") == 1 and self._context is None:
             with self._autocast():
                 return self._whole(self.data.forward(fn, self._shard([batch])[0], *rest))
         count = self._count(batch, last=True)
-        parts = self._shard(split(batch, count))
-        counts = self._token_counts(parts) if count > 1 else torch.ones(1, device=self._device)
-        return self._run(fn, parts, rest, counts)
+        whole = split(batch, count)
+        counts = self._token_counts(whole) if count > 1 else torch.ones(1, device=self._device)
+        return self._run(fn, self._shard(whole), rest, counts)
 
     # Parts of a step
 
     def require_same_batch(self, batch: Any) -> None:
         """Ranks of one data index must have read the same samples; checked on the first step."""
-        model = self.mesh["model"]
-        if model.size == 1:
+        groups = [self.mesh[name] for name in ("model", "cp") if self.mesh.size(name) > 1]
+        if not groups:
             return
         mine = [f"{tuple(t.shape)} {fingerprint(t)}" for t in tensors_of(batch)]  # as text, where nan equals nan
-        theirs = model.gather_objects(mine)
-        differ = [rank for rank, batch_there in zip(model.ranks, theirs, strict=True) if batch_there != theirs[0]]
-        if differ:
-            raise ValueError(
-                f"rank(s) {differ} read other samples than rank {model.ranks[0]}, though they hold parts of the same "
-                f"model copy. Let Lightning place the sampler (use_distributed_sampler=True), or seed your own from "
-                f"the data rank only: trainer.strategy.distributed_sampler_kwargs gives num_replicas and rank"
-            )
+        for group in groups:
+            theirs = group.gather_objects(mine)
+            differ = [rank for rank, batch_there in zip(group.ranks, theirs, strict=True) if batch_there != theirs[0]]
+            if differ:
+                raise ValueError(
+                    f"rank(s) {differ} read other samples than rank {group.ranks[0]}, though they hold parts of the "
+                    f"same {'sequences' if group.axis == 'cp' else 'model copy'}. Let Lightning place the sampler "
+                    f"(use_distributed_sampler=True), or seed your own from the data rank only: "
+                    f"trainer.strategy.distributed_sampler_kwargs gives num_replicas and rank"
+                )
 
     def _count(self, batch: Any, last: bool) -> int:
         wanted = self.mesh.layout.num_microbatches or 1
@@ -218,7 +223,8 @@ class Engine:
         actions = self._actions(len(parts), backward=loss_of is not None)
         keys = [(getattr(fn, "__name__", "step"), signature(part)) for part in parts]
         rows = _rows(parts[0])
-        if self.mesh.size("pp") == 1 and len(parts) == 1:  # the user's log calls are right as they are
+        if self.mesh.size("pp") == 1 and len(parts) == 1 and self._context is None:
+            # the user's log calls are right as they are
 
             def whole(index: int) -> Any:
                 with self._autocast():
@@ -227,21 +233,25 @@ class Engine:
             outputs = self._executor.run(actions, whole, keys, loss_of, note=f"step {self.steps}")
             return merge(list(outputs.values()), counts, rows)
         kept = Kept(self.module)
-        with recording(self.module) as recorder, self._metrics.step():
+        running = self._context.running() if self._context is not None else nullcontext(counts)
+        with recording(self.module) as recorder, self._metrics.step(), running as own:
 
             def step(index: int) -> Any:
                 recorder.start(index)
                 kept.start()
+                for plugin in self.plugins:
+                    plugin.begin(index)
                 with self._autocast():
                     output = self._whole(fn(parts[index], *rest))
-                kept.stop(index)
+                kept.stop(index, self._whole)
                 return output
 
             outputs = self._executor.run(actions, step, keys, loss_of, note=f"step {self.steps}")
             result = None
             if self._share.is_source:
                 output = merge([outputs[i] for i in range(len(parts))], counts, rows)
-                result = Result(output, recorder.logged(counts, self._metrics), self._whole(kept.appended(counts, rows)))
+                along = self.mesh["cp"] if self._context is not None else None
+                result = Result(output, recorder.logged(own, self._metrics, along), kept.appended(counts, rows))
         shared: Result = self._share(result)
         kept.replay(shared.kept)
         replay(self.module, shared.logs, self._metrics)
@@ -270,7 +280,6 @@ def _loss(output: Any) -> Tensor:
             f"{type(output).__name__}"
         )
     return loss
-
 
 
 def _rows(batch: Any) -> int:

@@ -7,7 +7,7 @@ appended, once per batch. It is not: a copy of any other attribute; what a step 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from lightning.pytorch import LightningModule
@@ -47,11 +47,11 @@ class Kept:
         """A micro-batch begins."""
         self._lengths = {path: len(found) for path, found in self._lists()}
 
-    def stop(self, microbatch: int) -> None:
-        """A micro-batch has run to the end of the user's step."""
+    def stop(self, microbatch: int, whole: Callable[[Any], Any]) -> None:
+        """A micro-batch has run to the end of the user's step; `whole` makes its entries those of the whole model."""
         for path, found in self._lists():
             if len(found) > (length := self._lengths.get(path, 0)):
-                self._items.setdefault(path, {})[microbatch] = found[length:]
+                self._items.setdefault(path, {})[microbatch] = whole(found[length:])
 
     def appended(self, weights: Tensor, rows: int) -> dict[Path, list[Any]]:
         """What the whole batch appends to each list: entry by entry one from all micro-batches, else all in order."""

@@ -130,5 +130,5 @@ def _unknown_token(token: str, words: Mapping[str, str], sized: re.Match[str] | 
 
 
 def unique_words(names: Mapping[str, Iterable[str]]) -> dict[str, str]:
-    """Bare word -> field, from field -> names. A word of several fields is the first one's; `field=word` says the others."""
+    """Bare word -> field, from field -> names. A word of several fields is the first one's."""
     return {word: field for field in reversed(names) for word in names[field]}

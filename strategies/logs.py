@@ -16,9 +16,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed import ReduceOp
 from torchmetrics import Metric
 
 from parallax.strategies.batch import weighted_mean
+from parallax.strategies.comm import AxisComm
 from parallax.strategies.metrics import MetricShare
 
 REDUCTIONS = ("mean", "sum", "min", "max")
@@ -82,11 +84,14 @@ class Recorder:
         if size is not None:
             record.sizes[self._microbatch] = int(size)
 
-    def logged(self, weights: Tensor, metrics: MetricShare) -> list[Logged]:
-        """One entry per record, its micro-batches reduced as `reduce_fx` says; means are weighed by `weights`."""
-        return [self._one(record, weights, metrics) for record in self.records.values() if record.values]
+    def logged(self, weights: Tensor, metrics: MetricShare, along: AxisComm | None = None) -> list[Logged]:
+        """One entry per record, its micro-batches reduced as `reduce_fx` says; means are weighed by `weights`.
 
-    def _one(self, record: Record, weights: Tensor, metrics: MetricShare) -> Logged:
+        With `along` its ranks are reduced likewise: they log the same names, with weights of their own.
+        """
+        return [self._one(record, weights, metrics, along) for record in self.records.values() if record.values]
+
+    def _one(self, record: Record, weights: Tensor, metrics: MetricShare, along: AxisComm | None) -> Logged:
         first = next(iter(record.values.values()))
         options = record.options
         if record.sizes:
@@ -94,12 +99,12 @@ class Recorder:
         if isinstance(first, Metric):
             return Logged(record.name, options, metrics.value_of_batch(first), metrics.name_of(first))
         which = list(record.values)
-        value = reduced(options.get("reduce_fx", "mean"), list(record.values.values()), weights[which])
+        value = reduced(options.get("reduce_fx", "mean"), list(record.values.values()), weights[which], along)
         return Logged(record.name, options, value)
 
 
-def reduced(how: Any, values: Sequence[Any], weights: Tensor) -> Tensor:
-    """One number from one per micro-batch, in fp64, as `reduce_fx` reduces over batches.
+def reduced(how: Any, values: Sequence[Any], weights: Tensor, along: AxisComm | None = None) -> Tensor:
+    """One number from one per micro-batch (and rank of `along`), in fp64, as `reduce_fx` reduces over batches.
 
     Raises:
         ValueError: a reduction Lightning does not know either.
@@ -109,9 +114,12 @@ def reduced(how: Any, values: Sequence[Any], weights: Tensor) -> Tensor:
     if name not in REDUCTIONS:
         raise ValueError(f"self.log(reduce_fx={how}) is not supported; use one of {', '.join(REDUCTIONS)}")
     if name == "mean":
-        return weighted_mean(values, weights)
+        return weighted_mean(values, weights, along)
     numbers = torch.stack([torch.as_tensor(v, device=weights.device).double().reshape(()) for v in values])
-    return numbers.sum() if name == "sum" else numbers.min() if name == "min" else numbers.max()
+    number = numbers.sum() if name == "sum" else numbers.min() if name == "min" else numbers.max()
+    if along is not None:
+        along.all_reduce(number, getattr(ReduceOp, name.upper()))
+    return number
 
 
 @contextmanager

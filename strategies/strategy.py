@@ -44,6 +44,7 @@ class ParallaxStrategy(ProcessStrategy):
         tp_plan: tensor-parallel plan relative to the LightningModule; None reads the one the model carries.
         pp_plan: pipeline plan, likewise.
         ep_plan: expert-parallel plan, likewise.
+        cp_plan: entries of a batch that have tokens, and at which dim; None reads the model's, else the batch's shapes.
         schedule: the pipeline schedule, as in a layout: a name, the path of a .csv file, "module:function"; or the
             function itself, `(num_ranks, num_microbatches, stages_per_rank) -> lists of actions` (docs/pipeline.md).
         precision: overrides the Trainer's; the only way to get 16-mixed on CPU, where Lightning replaces it.
@@ -69,6 +70,7 @@ class ParallaxStrategy(ProcessStrategy):
         tp_plan: Mapping[str, str] | None = None,
         pp_plan: Mapping[str, Any] | None = None,
         ep_plan: Mapping[str, str] | None = None,
+        cp_plan: Mapping[str, int] | None = None,
         schedule: str | Schedule | None = None,
         precision: str | None = None,
         timeout: timedelta = timedelta(minutes=10),
@@ -98,7 +100,12 @@ class ParallaxStrategy(ProcessStrategy):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
-        self._plans: dict[str, Mapping[str, Any] | None] = {"tp": tp_plan, "pp": pp_plan, "ep": ep_plan}
+        self._plans: dict[str, Mapping[str, Any] | None] = {
+            "tp": tp_plan,
+            "pp": pp_plan,
+            "ep": ep_plan,
+            "cp": cp_plan,
+        }
         self._own_schedule = schedule if callable(schedule) else None
         self._engine: Engine | None = None
         self._recording: Recording | None = None
@@ -344,6 +351,8 @@ class ParallaxStrategy(ProcessStrategy):
         """Make the module an ordinary one again as far as its axes allow, and leave the process group. Collective."""
         if self._engine is not None:
             self._engine.teardown()
+            for plugin in self._plugins:
+                plugin.restore(self._engine.module)
         self._leave()
 
     def _leave(self) -> None:

@@ -1,1 +1,5 @@
 """Context parallelism: one sequence over several ranks."""
+
+from parallax.plugins.context.plugin import ContextParallel
+
+__all__ = ["ContextParallel"]

@@ -1,0 +1,227 @@
+"""Models of Hugging Face transformers, unmodified.
+
+It is: our entry in transformers' attention interface; and what is put around a model's forward (positions, padding and
+packed documents of the whole sequence) and around its loss (labels shifted over the whole sequence). All of it can be
+taken back. It is not: the mask interface (`hf_masks.py`), or the refusal of models (`refusals.py`).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from parallax.plugins.context.base import AttentionSpec, Documents
+from parallax.plugins.context.functional import documents_of_mask
+from parallax.plugins.context.hf_masks import MaskRequest, describe_mask
+from parallax.plugins.context.routing import paused
+from parallax.plugins.context.sequence import CutSequence
+from parallax.strategies.batch import IGNORE_INDEX
+
+NAME = "parallax_context"
+"""Our attention implementation in transformers."""
+
+_SEQUENCE = "_parallax_sequence"
+"""Attribute of a model's modules by which their attention finds its sequence."""
+
+
+def models_of(module: nn.Module) -> list[Any]:
+    """The transformers models in `module`, outermost first; empty where transformers is not installed."""
+    return [m for m in module.modules() if hasattr(m, "base_model_prefix") and hasattr(m, "config")]
+
+
+def bases_of(module: nn.Module) -> list[Any]:
+    """The modules in which positions and masks are made: the models without their heads."""
+    return list({id(base): base for model in models_of(module) if (base := model.base_model) is not None}.values())
+
+
+def attach(module: nn.Module, sequence: CutSequence) -> Callable[[], None]:
+    """Let the transformers models in `module` work on the cut sequence. Returns what takes it back."""
+    undo: list[Callable[[], None]] = []
+    bases = bases_of(module)
+    if bases:
+        _register()
+    for base in bases:
+        undo.append(_set_implementation(base.config))
+        for child in base.modules():
+            child.__dict__[_SEQUENCE] = sequence
+        undo.append(functools.partial(_forget, base))
+        undo.append(_set(base, "forward", _following(base.forward, sequence)))
+    for model in models_of(module):
+        if not any(model is base for base in bases) and _shifts(model):
+            undo.append(_set(model, "_loss_function", _whole_loss(model.loss_function, sequence)))
+
+    def detach() -> None:
+        for step in reversed(undo):
+            step()
+
+    return detach
+
+
+def _register() -> None:
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, describe_mask)
+
+
+def _set_implementation(config: Any) -> Callable[[], None]:
+    before = config._attn_implementation
+    config._attn_implementation = NAME
+
+    def undo() -> None:
+        config._attn_implementation = before
+
+    return undo
+
+
+def _set(module: nn.Module, name: str, value: Any) -> Callable[[], None]:
+    """Set an attribute of this one module, past `nn.Module`."""
+    missing = object()
+    before = module.__dict__.get(name, missing)
+    module.__dict__[name] = value
+
+    def undo() -> None:
+        if before is missing:
+            module.__dict__.pop(name, None)
+        else:
+            module.__dict__[name] = before
+
+    return undo
+
+
+def _forget(base: nn.Module) -> None:
+    for child in base.modules():
+        child.__dict__.pop(_SEQUENCE, None)
+
+
+def _shifts(model: Any) -> bool:
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    return model.loss_function is ForCausalLMLoss
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: MaskRequest | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Our entry in the attention interface; shapes [batch, heads, tokens, dim], the result [batch, tokens, heads, dim].
+
+    Raises:
+        ValueError: a mask or bias that is given as a matrix, or outside a step.
+    """
+    sequence: CutSequence = module.__dict__[_SEQUENCE]
+    if position_bias is not None or isinstance(attention_mask, Tensor):
+        raise ValueError(
+            f"{type(module).__name__} adds a matrix of tokens against tokens to its scores, which cannot be cut over "
+            f"the context ranks; use context_parallel_size=1"
+        )
+    if attention_mask is None:
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        attention_mask = MaskRequest(causal, sliding_window)
+    if not attention_mask.settled:
+        attention_mask.documents, attention_mask.settled = sequence.documents, True
+    spec = AttentionSpec(
+        causal=attention_mask.causal,
+        window=attention_mask.window,
+        softcap=softcap,
+        sinks=s_aux,
+        scale=scaling,
+        dropout_p=dropout,
+        documents=attention_mask.documents,
+    )
+    return sequence.attend(query, key, value, spec).transpose(1, 2).contiguous(), None
+
+
+def _following(forward: Callable[..., Any], sequence: CutSequence) -> Callable[..., Any]:
+    """`forward` of a model without its head, with positions and documents of the whole sequence."""
+    signature = inspect.signature(forward)
+    rest = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), "")
+
+    @functools.wraps(forward)
+    def followed(*args: Any, **kwargs: Any) -> Any:
+        given = dict(signature.bind(*args, **kwargs).arguments)
+        given |= given.pop(rest, {})
+        _refuse_arguments(given, sequence)
+        sequence.documents = _documents(given, sequence)
+        if given.get("position_ids") is None:
+            tokens = given["input_ids"] if given.get("input_ids") is not None else given["inputs_embeds"]
+            given["position_ids"] = sequence.positions(tokens.device).unsqueeze(0)
+        if "use_cache" in signature.parameters:
+            given["use_cache"] = False  # keys and values of other ranks' tokens would be missing in it
+        with paused(sequence):
+            return forward(**given)
+
+    return followed
+
+
+def _refuse_arguments(given: dict[str, Any], sequence: CutSequence) -> None:
+    for name in ("cache", "past_key_values"):
+        if given.get(name) is not None:
+            raise ValueError(
+                "the model is called with a cache of keys and values (generation), which cannot be cut over context "
+                "ranks; use context_parallel_size=1"
+            )
+    for name in ("input_ids", "inputs_embeds", "attention_mask", "position_ids"):
+        tensor = given.get(name)
+        if tensor is not None and (not isinstance(tensor, Tensor) or tensor.dim() < 2 or tensor.dim() > 3):
+            raise ValueError(f"{name} must be [batch, tokens] on a cut sequence; use context_parallel_size=1 otherwise")
+        if tensor is not None and tensor.shape[1] != sequence.local:
+            raise ValueError(
+                f"the model is called with {name} of shape {tuple(tensor.shape)}, but this context rank holds "
+                f"{sequence.local} tokens of {sequence.cut.tokens}: pass the batch's tokens as they come, all of them"
+            )
+
+
+def _documents(given: dict[str, Any], sequence: CutSequence) -> Documents | None:
+    """Padding or packed documents, by the rule of transformers: boundaries, else the mask, else positions that jump."""
+    cut = sequence.cut
+    if (boundaries := given.get("cu_seq_lens_q")) is not None:
+        return Documents.from_cu_seqlens(boundaries, cut.length)
+    if (mask := given.get("attention_mask")) is not None:
+        return documents_of_mask(sequence, mask)
+    if (positions := given.get("position_ids")) is None:
+        return None
+    whole = sequence.whole(positions, 1)
+    if bool((whole.diff(dim=1) == 1).all()):
+        return None
+    valid = torch.arange(cut.length, device=whole.device) < cut.tokens
+    return Documents.from_positions(cut.pad(whole, 1), valid.expand(whole.shape[0], -1))
+
+
+def _whole_loss(loss: Callable[..., Any], sequence: CutSequence) -> Callable[..., Any]:
+    """transformers' loss of a causal model, with labels shifted over the whole sequence."""
+
+    @functools.wraps(loss)
+    def whole_loss(logits: Tensor, labels: Tensor | None, *args: Any, **kwargs: Any) -> Any:
+        if labels is not None and kwargs.get("shift_labels") is None:
+            kwargs["shift_labels"] = sequence.next_token(labels, kwargs.get("ignore_index", IGNORE_INDEX))
+        with _sums(sequence, whole=kwargs.get("num_items_in_batch") is not None):
+            return loss(logits, labels, *args, **kwargs)
+
+    return whole_loss
+
+
+@contextmanager
+def _sums(sequence: CutSequence, *, whole: bool) -> Iterator[None]:
+    sequence.sums_are_whole = whole
+    try:
+        yield
+    finally:
+        sequence.sums_are_whole = False

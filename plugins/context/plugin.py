@@ -1,0 +1,126 @@
+"""Context parallelism along axis "cp": every sequence is shared by several ranks.
+
+It is: check, the hooks into the model, the cutting of batches, and what each rank holds. It is not: attention over a
+cut sequence (`AttentionMethod`), or what calls of the user's code become (`routing.py`, `hf.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from parallax.plugins import registry
+from parallax.plugins.base import ParallelPlugin
+from parallax.plugins.context.base import AttentionMethod, AttentionSpec, ContextGroups
+from parallax.plugins.context.batch import cut_batch, own_targets
+from parallax.plugins.context.hf import attach
+from parallax.plugins.context.plans import carried_plan
+from parallax.plugins.context.refusals import check_model
+from parallax.plugins.context.routing import Routed
+from parallax.plugins.context.sequence import CutSequence
+from parallax.plugins.context.share import whole_output
+from parallax.strategies.batch import shifts_labels
+from parallax.strategies.layout import Layout
+from parallax.strategies.mesh import Mesh
+
+
+class ContextParallel(ParallelPlugin):
+    """Cuts sequences over ranks without changing the model's or the step's code.
+
+    Args:
+        plan: `cp_plan`, the batch's entries that have tokens and at which dim; None reads the one the model carries,
+            and without one the batch's shapes and names.
+    """
+
+    name = "context"
+    axis = "cp"
+
+    def __init__(self, plan: Mapping[str, int] | None = None) -> None:
+        self._plan = plan
+        self.sequence: CutSequence | None = None
+        self._detach: Callable[[], None] | None = None
+        self._report: dict[str, str] = {}
+        self._shifted = False
+        self._own: list[Tensor] = []
+
+    def check(self, layout: Layout, model: nn.Module) -> None:
+        check_model(model)
+
+    def apply(self, model: nn.Module, *, mesh: Mesh, layout: Layout) -> None:
+        self._plan = self._plan if self._plan is not None else carried_plan(model)
+        self._shifted = shifts_labels(model)
+        methods = Methods(mesh, layout)
+        self.sequence = CutSequence(model, mesh["cp"], layout.context_sharding, methods)
+        self._detach = attach(model, self.sequence)
+        chunks = f"chunks {mesh.index('cp')} and {2 * mesh.size('cp') - 1 - mesh.index('cp')} of {2 * mesh.size('cp')}"
+        if layout.context_sharding == "contiguous":
+            chunks = f"chunk {mesh.index('cp')} of {mesh.size('cp')}"
+        self._report = {"holds": f"{chunks} of every sequence", "method": layout.context_method}
+
+    @property
+    def _sequence(self) -> CutSequence:
+        if self.sequence is None:
+            raise RuntimeError("ContextParallel.apply has not run")
+        return self.sequence
+
+    def shard_batch(self, batch: Any, *, mesh: Mesh) -> Any:
+        part = cut_batch(batch, self._sequence, self._plan)
+        self._own.append(own_targets(batch, self._sequence, shifted=self._shifted))
+        return part
+
+    @contextmanager
+    def running(self) -> Iterator[Tensor]:
+        """Around all forwards and backwards of the parts cut since the last time; gives the targets in each of them."""
+        sequence = self._sequence
+        sequence.own, self._own = torch.stack(self._own).double(), []
+        sequence.attentions = 0
+        with Routed(sequence):
+            yield sequence.own
+        if not sequence.attentions:
+            raise ValueError(
+                f"no attention was called that could look beyond the {sequence.local} tokens of a sequence on this "
+                f"context rank; call F.scaled_dot_product_attention (or parallax.scaled_dot_product_attention), or use "
+                f"context_parallel_size=1"
+            )
+
+    def begin(self, microbatch: int) -> None:
+        self._sequence.begin_microbatch(microbatch)
+
+    def whole_output(self, output: Any) -> Any:
+        return whole_output(self._sequence, output)
+
+    def restore(self, model: nn.Module) -> None:
+        if self._detach is not None:
+            self._detach()
+        self._detach, self.sequence = None, None
+
+    def describe(self) -> dict[str, str]:
+        return dict(self._report)
+
+
+class Methods:
+    """The attention method of a layout: made at the first call, checked once for each kind of call."""
+
+    def __init__(self, mesh: Mesh, layout: Layout) -> None:
+        self._groups, self._layout = ContextGroups.of(mesh), layout
+        self._made: dict[str, AttentionMethod] = {}
+        self._checked: dict[Any, str] = {}
+
+    def __call__(self, spec: AttentionSpec, q: Tensor, k: Tensor) -> AttentionMethod:
+        sinks, slopes = spec.sinks is not None, spec.alibi_slopes is not None
+        kind = (spec.causal, spec.window, spec.softcap, sinks, slopes, spec.dropout_p, q.shape, k.shape)
+        if kind not in self._checked:
+            self._checked[kind] = self._choose(spec, q, k)
+        return self._made[self._checked[kind]]
+
+    def _choose(self, spec: AttentionSpec, q: Tensor, k: Tensor) -> str:
+        name = "ring" if self._layout.context_method == "auto" else self._layout.context_method
+        method: type[AttentionMethod] = registry.load("parallax.attention", name)
+        method.check(spec, q.shape[1], k.shape[1], self._groups.cp.size, self._groups.inner.size)
+        if name not in self._made:
+            self._made[name] = method(self._groups)
+        return name

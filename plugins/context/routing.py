@@ -1,0 +1,68 @@
+"""Where calls of the user's code turn to the whole sequence.
+
+It is: the list of torch functions that mean something else on a sequence that is cut, and the mode that hands them to
+whoever knows (`functional.py`, `indexing.py`, `losses.py`) while a step runs. It is not: what they do there. Models of
+Hugging Face run outside of it (`hf.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from parallax.plugins.context import functional, indexing, losses
+from parallax.plugins.context.sequence import CutSequence
+
+Handler = Callable[..., Any]
+"""(sequence, function, *args, **kwargs of the call) -> its result."""
+
+HANDLERS: Mapping[Any, Handler] = {
+    F.scaled_dot_product_attention: functional.torch_attention,
+    functional.scaled_dot_product_attention: functional.our_attention,
+    F.multi_head_attention_forward: functional.refuse_multi_head,
+    F.softmax: functional.softmax,
+    torch.softmax: functional.softmax,
+    Tensor.softmax: functional.softmax,
+    torch.arange: indexing.arange,
+    Tensor.__getitem__: indexing.getitem,
+    F.cross_entropy: losses.cross_entropy,
+    F.nll_loss: losses.nll_loss,
+}
+
+
+class Routed(TorchFunctionMode):
+    """While it is entered, the calls in `HANDLERS` go to their handlers.
+
+    What a handler itself calls is not routed: torch leaves a mode while its handler runs.
+    """
+
+    def __init__(self, sequence: CutSequence) -> None:
+        super().__init__()
+        self._sequence = sequence
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        handler = HANDLERS.get(func)
+        if handler is None or self._sequence.inside:
+            return func(*args, **(kwargs or {}))
+        return handler(self._sequence, func, *args, **(kwargs or {}))
+
+
+@contextmanager
+def paused(sequence: CutSequence) -> Iterator[None]:
+    """Within, calls are not routed; where ours is the innermost mode it is left, so that they cost nothing more."""
+    mode = torch.overrides._get_current_function_mode()
+    ours = mode if isinstance(mode, Routed) else None
+    with sequence.handling():
+        if ours is not None:
+            ours.__exit__(None, None, None)
+        try:
+            yield
+        finally:
+            if ours is not None:
+                ours.__enter__()

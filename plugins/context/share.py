@@ -1,0 +1,71 @@
+"""Results of the user's step put together from the ranks that share the sequences.
+
+It is: what a loss that each rank has of its own tokens counts, and outputs as one process would have them. It is not:
+cross entropy, which is common when it is computed (`losses.py`), or the weights between batches (`engine.py`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ReduceOp
+from torch.utils import _pytree as pytree
+
+from parallax.plugins.context.losses import as_whole, padding_counts
+from parallax.plugins.context.sequence import CutSequence
+
+
+def whole_output(sequence: CutSequence, output: Any) -> Any:
+    """An output of the user's step as one process would have it, on every rank of the context axis. Collective.
+
+    Tensors [batch, tokens, ...] are gathered in order, without padding. Single numbers with a fraction are means, which
+    count by the targets at this rank's tokens, as between data ranks, also in the backward; whole ones are added.
+
+    Raises:
+        ValueError: a tensor whose tokens are not seen in its shape; a loss in which padding counts.
+    """
+
+    def whole(leaf: Any) -> Any:
+        if isinstance(leaf, float):
+            return float(_mean(sequence, torch.tensor(leaf, dtype=torch.float64))[0])
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if leaf.dim() == 0:
+            return _number(sequence, leaf)
+        if leaf.dim() >= 2 and tuple(leaf.shape[:2]) == (sequence.rows, sequence.local):
+            return sequence.whole(leaf, 1)
+        if not leaf.is_floating_point():
+            return leaf
+        raise ValueError(
+            f"the step returns a tensor of shape {tuple(leaf.shape)}; on a sequence cut over {sequence.comm.size} "
+            f"context ranks a result must have one row per sequence and one entry per token here, [{sequence.rows}, "
+            f"{sequence.local}, ...], or be one number. Return it in this shape, or use context_parallel_size=1"
+        )
+
+    return pytree.tree_map(whole, output)
+
+
+def _number(sequence: CutSequence, number: Tensor) -> Tensor:
+    if not number.is_floating_point():
+        total = number.detach().to(torch.int64)
+        sequence.comm.all_reduce(total, ReduceOp.MIN if number.dtype == torch.bool else ReduceOp.SUM)
+        return total.to(number.dtype)
+    if not number.requires_grad:
+        return _mean(sequence, number)[0].to(number)
+    mean, share = _mean(sequence, number)
+    if sequence.normalized:  # cross entropy counts as it is, and what is added to it is a mean over ranks
+        return as_whole(number, mean, torch.ones_like(share))
+    if sequence.padded:
+        raise padding_counts(sequence, "it is not cross entropy")
+    return as_whole(number, mean, share * sequence.comm.size)
+
+
+def _mean(sequence: CutSequence, number: Tensor) -> tuple[Tensor, Tensor]:
+    """(mean over ranks, this rank's share in it), by targets."""
+    own = sequence.own[sequence.microbatch].to(number.device)
+    sums = torch.stack([torch.where(own > 0, number.detach().double(), 0.0) * own, own])
+    sequence.comm.all_reduce(sums)
+    total = sums[1].clamp(min=1)
+    return sums[0] / total, own / total
