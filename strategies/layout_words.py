@@ -131,4 +131,4 @@ def _unknown_token(token: str, words: Mapping[str, str], sized: re.Match[str] | 
 
 def unique_words(names: Mapping[str, Iterable[str]]) -> dict[str, str]:
     """Bare word -> field, from field -> names. A word of several fields is the first one's."""
-    return {word: field for field in reversed(names) for word in names[field]}
+    return {word: field for field in reversed(list(names)) for word in names[field]}

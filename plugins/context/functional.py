@@ -44,7 +44,7 @@ def scaled_dot_product_attention(
         ValueError: on a cut sequence, a mask or an option that cannot be followed.
     """
     if has_torch_function((query, key, value)):
-        return handle_torch_function(  # type: ignore[no-any-return]
+        return handle_torch_function(
             scaled_dot_product_attention, (query, key, value), query, key, value, attn_mask, dropout_p, is_causal,
             scale, enable_gqa,
         )  # fmt: skip

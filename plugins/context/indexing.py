@@ -24,7 +24,7 @@ def arange(sequence: CutSequence, func: Any, *args: Any, **kwargs: Any) -> Tenso
     start, end, step = kwargs.get("start", start or 0), kwargs.get("end", end), kwargs.get("step", step or 1)
     numbers = all(isinstance(n, int) for n in (start, end, step))
     if not numbers or (start, end, step) != (0, sequence.local, 1) or kwargs.get("out") is not None:
-        return func(*args, **kwargs)  # type: ignore[no-any-return]
+        return func(*args, **kwargs)
     device = kwargs.get("device")
     positions = sequence.positions(torch.get_default_device() if device is None else device)
     positions = positions.to(kwargs.get("dtype") or torch.int64, copy=True)
