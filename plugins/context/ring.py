@@ -82,8 +82,13 @@ def _go_round(
 ) -> tuple[Tensor, Tensor]:
     """The gradients of this rank's keys and values."""
     spec, q, queries, numel = gradients.spec, gradients.q, shards.ranges(comm.index), own.flat.numel()
-    here = own
-    sums = own.like(own.flat.new_zeros(numel, dtype=exact(q)))  # of the block at hand
+    here, kept = own, steps > 1
+
+    def scratch(name: str) -> Pair:
+        return own.like(buffers.flat(name, numel, own.flat, exact(q)))
+
+    sums = scratch("grads 1") if kept else own.like(own.flat.new_empty(numel, dtype=exact(q)))  # of the block at hand
+    sums.flat.zero_()
     incoming: Work | None = None
     for step in range(steps):
         last = step + 1 == steps
@@ -95,16 +100,15 @@ def _go_round(
         keys = shards.ranges((comm.index - step) % comm.size)
         gradients.see(here.k, here.v, tiles_of(q, spec, queries, keys, shards.tokens), adding.add)
         adding.wait()
-        if steps > 1:
+        if kept:
             # onward with what the next rank computes with next; after the last step home, `step` ranks back
-            received = own.like(buffers.flat(f"grads {step % 2}", numel, own.flat, exact(q)))
+            received = scratch(f"grads {step % 2}")
             incoming = comm.shift(sums.flat, received.flat, distance=-step if last else 1, tag=_GRADS)
             sums = received
         _wait(work)
         here = coming
     _wait(incoming)
-    kept = steps > 1  # the memory is used again
-    return sums.k.to(q.dtype, copy=kept), sums.v.to(q.dtype, copy=kept)
+    return sums.k.to(q.dtype, copy=kept), sums.v.to(q.dtype, copy=kept)  # scratch is used again
 
 
 class _Adding:

@@ -1,0 +1,165 @@
+"""Attention over a cut sequence beside one process, DeepSpeed-Ulysses, and the same ranks sending nothing.
+
+    python benchmarks/context.py                              # 4k and 8k tokens on 2 and 4 ranks
+    python benchmarks/context.py --tokens 16384 --ranks 2
+    python benchmarks/context.py --save                       # also benchmarks/results/<date>-context.json
+
+One causal attention, forward and backward, fp32, one thread a process. All sides of a row run in the same processes, in
+turn, in rounds; a ratio is the median over rounds of the ratio of that round, with its extremes. *ideal* is the step of
+one process on the whole sequence over the number of ranks that have a core. *floor* is the same method with its
+transfers left out. *CPU* ratios are of processor seconds of all ranks, transfers included: on a busy machine they say
+more than the clock. *memory* is what the largest rank's resident set grows by, over 1/ranks of what one process's does.
+*balance* is the largest over the smallest CPU time of a rank, of the floor. Outputs and gradients of all sides must
+agree, or the numbers mean nothing. (torch's own `context_parallel` does not run on CPU in torch 2.13.)
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from step_time import hardware, spread
+
+HERE = Path(__file__).resolve().parent
+MARK = "RESULT "
+EAGER = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}
+"""Makes the C library give memory back at once, so that a resident set is what is in use: slower, for memory alone."""
+SIDES = ["ring", "ring floor", "ulysses", "ulysses floor", "all_gather", "deepspeed-ulysses",
+         "ring contiguous", "ring contiguous floor"]  # fmt: skip
+FLOORS = {"ring": "ring floor", "ring contiguous": "ring contiguous floor", "ulysses": "ulysses floor",
+          "deepspeed-ulysses": "ulysses floor"}  # fmt: skip
+
+
+def launch(what: str, world: int, names: list[str], sizes: dict[str, int], rounds: int, limit: float) -> dict[str, Any]:
+    """What `world` processes found.
+
+    Raises:
+        RuntimeError: they failed or ran out of time; with the end of their output.
+    """
+    torchrun = [] if world == 1 else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
+    arguments = [what, json.dumps(names), json.dumps(sizes), str(rounds)]
+    command = [sys.executable, *torchrun, str(HERE / "context_worker.py"), *arguments]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"} | (EAGER if rounds == 0 else {})
+    process = subprocess.Popen(
+        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    try:
+        output, _ = process.communicate(timeout=limit)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output = process.communicate()[0] + f"\nnot done after {limit} s"
+    for line in output.splitlines():
+        if line.startswith(MARK):
+            return json.loads(line.removeprefix(MARK))
+    raise RuntimeError(f"{what} on {world} process(es) gave no result:\n{output[-3000:]}")
+
+
+def both(what: str, world: int, names: list[str], sizes: dict[str, int], options: argparse.Namespace) -> dict[str, Any]:
+    """Times from one launch, memory from another."""
+    found = launch(what, world, names, sizes, options.rounds, options.limit)
+    memory = launch(what, world, names, sizes, 0, options.limit)
+    for rank, held in zip(found["ranks"], memory["ranks"], strict=True):
+        for name, side in rank.items():
+            side["memory"] = held[name]["memory"]
+    return found
+
+
+def ratio(ours: list[float], theirs: list[float]) -> str:
+    """Median and extremes of the ratio of each round."""
+    ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
+    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
+
+
+def rows(alone: dict[str, Any], found: dict[str, Any], world: int, tokens: int) -> list[str]:
+    """Lines of the table: one for each side but the floors."""
+    ranks, one = found["ranks"], alone["ranks"][0]["alone"]
+    ideal = statistics.median(one["seconds"]) / min(world, os.cpu_count() or 1)
+    lines = []
+    for name in ranks[0]:
+        if "floor" in name:
+            continue
+        seconds = ranks[0][name]["seconds"]
+        memory = max(rank[name]["memory"] for rank in ranks) / (one["memory"] / world)
+        work = {side: [sum(parts) for parts in zip(*(rank[side]["work"] for rank in ranks), strict=True)]
+                for side in ranks[0]}  # fmt: skip
+        floor, floor_work, balance = "", "", ""
+        if name in FLOORS:
+            floor = ratio(seconds, ranks[0][FLOORS[name]]["seconds"])
+            floor_work = ratio(work[name], work[FLOORS[name]])
+            cpu = [statistics.median(rank[FLOORS[name]]["cpu"]) for rank in ranks]
+            balance = f"{max(cpu) / min(cpu):.2f}"
+        peer = ratio(seconds, ranks[0]["deepspeed-ulysses"]["seconds"])
+        peer_work = ratio(work[name], work["deepspeed-ulysses"])
+        payload = f"{found['payload'][name] / 1e6:.1f}" if name in found["payload"] else ""
+        lines.append(
+            f"| {tokens} | {world} | {name} | {spread(seconds)} | {statistics.median(seconds) / ideal:.2f} | {floor} "
+            f"| {floor_work} | {peer} | {peer_work} | {payload} | {memory:.2f} | {balance} |"
+        )
+    return lines
+
+
+def gap(alone: dict[str, Any], found: dict[str, Any]) -> float:
+    """Largest relative difference of <out, grad> and of the gradients' squares between a side and one process."""
+    right = alone["ranks"][0]["alone"]["check"]
+    worst = 0.0
+    for name, side in found["ranks"][0].items():
+        if side["check"] is not None:
+            sums = [sum(parts) for parts in zip(*(rank[name]["check"] for rank in found["ranks"]), strict=True)]
+            worst = max(worst, *(abs(a - b) / abs(b) for a, b in zip(sums, right, strict=True)))
+    return worst
+
+
+def decoder_row(options: argparse.Namespace, tokens: int) -> tuple[str, dict[str, int]]:
+    """Memory of a whole decoder, with what each rank's resident set grows by on 1, 2 and 4 ranks."""
+    sizes = {"tokens": tokens, "layers": 4, "width": 128}
+    found = {w: max(launch("decoder", w, [], sizes, 0, options.limit)["ranks"]) for w in (1, *options.ranks)}
+    parts = [f"{world}: {held / 1e6:.0f} MB ({held * world / found[1]:.2f})" for world, held in found.items()]
+    return f"decoder of 4 layers, {tokens} tokens, ring; ranks: memory (over 1/ranks): " + ", ".join(parts), {
+        str(world): held for world, held in found.items()
+    }
+
+
+def main() -> int:
+    """Run what was asked for and print a table. Status 1 when a side computes something else."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 8192])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=SIDES)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--limit", type=float, default=500, help="seconds one row may take")
+    for size, default in (("heads", 4), ("kv_heads", 4), ("dim", 32)):
+        parser.add_argument(f"--{size}", type=int, default=default)
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results/<date>-context.json")
+    options, load = parser.parse_args(), os.getloadavg()[0]
+
+    columns = ["tokens", "ranks", "side", "ms: median (quartiles)", "/ideal", "/floor", "CPU/floor", "/deepspeed",
+               "CPU/deepspeed", "payload MB", "memory", "balance"]  # fmt: skip
+    print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}", flush=True)
+    results, worst, names = [], 0.0, list(dict.fromkeys([*options.sides, "deepspeed-ulysses"]))
+    for tokens in options.tokens:
+        sizes = {key: getattr(options, key) for key in ("heads", "kv_heads", "dim")} | {"tokens": tokens}
+        alone = both("attention", 1, ["alone"], sizes, options)
+        for world in options.ranks:
+            found = both("attention", world, names, sizes, options)
+            print("\n".join(rows(alone, found, world, tokens)), flush=True)
+            worst = max(worst, gap(alone, found))
+            results.append({"sizes": sizes, "ranks": world, "alone": alone["ranks"], "found": found})
+    line, held = decoder_row(options, options.tokens[0])
+    print(f"\n{line}\nlargest disagreement: {worst:.1e}")
+    if options.save:
+        path = HERE / "results" / f"{date.today()}-context.json"
+        head = {"command": ["python", "benchmarks/context.py", *sys.argv[1:]], "hardware": hardware() | {"load": load}}
+        path.write_text(json.dumps(head | {"results": results, "decoder": held}, indent=1) + "\n")
+    return int(worst > 1e-4)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,226 @@
+"""One process of `context.py`: every side of the comparison in turn, on the same tensors; rank 0 prints a line of JSON.
+
+A side attends to one causal sequence, forward and backward. The floor is a method with its transfers left out: the same
+kernels on blocks of the same size, whose contents are not the right ones.
+
+Started with python (one process) or torchrun.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from work import Work, build, global_batch, rotate
+
+from parallax.plugins import registry
+from parallax.plugins.context.base import AttentionSpec, ContextGroups, SequenceShards
+from parallax.plugins.context.traffic import AttentionShape, traffic
+from parallax.strategies.comm import AxisComm, Ledger, named_work
+from parallax.strategies.comm import Work as InFlight
+from parallax.strategies.layout import Layout
+from parallax.strategies.mesh import Mesh
+
+MARK = "RESULT "
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""q, k, v [batch, local, heads, dim] -> out, likewise: as projections give them."""
+
+
+class Silent(AxisComm):
+    """A group whose calls send nothing; what they fill is finite, so that it costs what real numbers cost."""
+
+    def shift(self, send: Tensor, recv: Tensor, distance: int = 1, tag: int = 0) -> InFlight:
+        if not recv.any():
+            recv.copy_(send)
+        return named_work(_Done(), self, "shift")
+
+    def all_to_all_into(self, out: Tensor, tensor: Tensor, *_: Any, **__: Any) -> None:
+        out.view(-1)[:1] = tensor.view(-1)[:1]
+
+
+class _Done:
+    def wait(self) -> None: ...
+
+    def is_completed(self) -> bool:
+        return True
+
+
+@dataclass
+class Side:
+    """How a rank attends, and which part of the sequence it holds."""
+
+    attend: Attend
+    shards: SequenceShards
+    right: bool = True
+
+
+def sides(names: list[str], tokens: int, rank: int, world: int) -> dict[str, Side]:
+    """The sides called `names`: "alone", "deepspeed-ulysses", or a method with " contiguous" or " floor" behind it."""
+    if names == ["alone"]:
+        whole = SequenceShards.of(tokens, 1)
+        return {"alone": Side(lambda q, k, v: _sdpa(q, k, v), whole)}
+    mesh = Mesh.build(Layout(context_parallel_size=world).resolve(world), rank)
+    groups = ContextGroups.of(mesh)
+    quiet = Silent("cp", range(world), rank, None, Ledger())
+    silent = ContextGroups(quiet, quiet, quiet)
+    found = {}
+    for name in names:
+        order = "contiguous" if "contiguous" in name or "deepspeed" in name else "zigzag"
+        shards = SequenceShards.of(tokens, world, order)
+        if name == "deepspeed-ulysses":
+            found[name] = Side(_deepspeed(), shards)
+            continue
+        method = registry.load("parallax.attention", name.split()[0])(silent if "floor" in name else groups)
+        found[name] = Side(_ours(method, shards), shards, right="floor" not in name)
+    return found
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+
+
+def _ours(method: Any, shards: SequenceShards) -> Attend:
+    spec = AttentionSpec()
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return method(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), spec, shards).transpose(1, 2)
+
+    return attend
+
+
+def _deepspeed() -> Attend:
+    import deepspeed
+    from deepspeed.sequence.layer import DistributedAttention
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # built for minutes at the first use on a CPU
+    deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
+    distributed = DistributedAttention(_sdpa, dist.group.WORLD, scatter_idx=2, gather_idx=1)
+    return lambda q, k, v: distributed(q, k, v, 0)
+
+
+def peak() -> int:
+    """Largest resident set of this process since `forget_peak`, in bytes."""
+    with open("/proc/self/status") as file:
+        return int(re.search(r"VmHWM:\s+(\d+)", file.read())[1]) * 1024  # type: ignore[index]
+
+
+def forget_peak() -> int:
+    """Start anew with the largest resident set; returns the present one."""
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
+    return peak()
+
+
+def leaves(side: Side, sizes: dict[str, int], rank: int) -> list[Tensor]:
+    """This rank's q, k, v and the gradient of the output: parts of tensors that are the same on every side."""
+    out = []
+    for number, heads in enumerate((sizes["heads"], sizes["kv_heads"], sizes["kv_heads"], sizes["heads"])):
+        generator = torch.Generator().manual_seed(number)
+        whole = torch.randn(1, sizes["tokens"], heads, sizes["dim"], generator=generator)
+        out.append(side.shards.take(whole, rank, 1).clone().requires_grad_(number < 3))
+    return out
+
+
+def attention(names: list[str], sizes: dict[str, int], rounds: int, rank: int, world: int) -> dict[str, Any]:
+    """Seconds, CPU seconds and memory of every side, in rounds; and numbers that must agree between them."""
+    found = sides(names, sizes["tokens"], rank, world)
+    results: dict[str, Any] = {
+        name: {"seconds": [], "cpu": [], "work": [], "memory": 0, "check": None} for name in found
+    }
+    for at in range(rounds + 1):  # the first is for warming up
+        for name in list(found) if at % 2 else list(found)[::-1]:
+            side, mine = found[name], results[name]
+            before = forget_peak()
+            q, k, v, grad = leaves(side, sizes, rank)
+            if world > 1:
+                dist.barrier()
+            start, cpu, work = time.perf_counter(), time.thread_time(), time.process_time()
+            out = side.attend(q, k, v)
+            grads = torch.autograd.grad(out, (q, k, v), grad)
+            cpu, work = time.thread_time() - cpu, time.process_time() - work
+            if world > 1:
+                dist.barrier()
+            if at:
+                mine["seconds"].append(time.perf_counter() - start)
+                mine["cpu"].append(cpu)
+                mine["work"].append(work)
+            else:
+                mine["memory"] = peak() - before
+            if side.right:
+                mine["check"] = [float((out.double() * grad).sum()), *(float(g.double().square().sum()) for g in grads)]
+            del q, k, v, grad, out, grads
+    return results
+
+
+def decoder(sizes: dict[str, int], rank: int, world: int) -> int:
+    """Bytes that one forward and backward of a decoder adds to a rank that holds 1/world of the sequence."""
+    work = Work(layers=sizes["layers"], dim=sizes["width"], heads=8, ffn=4 * sizes["width"], vocab=1024,
+                seq=sizes["tokens"], batch=1)  # fmt: skip
+    model, (tokens, targets) = build(work), global_batch(work)
+    shards = SequenceShards.of(work.seq, world)
+    if world > 1:
+        groups = ContextGroups.of(Mesh.build(Layout(context_parallel_size=world).resolve(world), rank))
+        method, spec = registry.load("parallax.attention", "ring")(groups), AttentionSpec()
+        tokens, targets = (shards.take(x, rank, 1) for x in (tokens, targets))
+        model.cos, model.sin = (shards.take(x, rank, 0) for x in (model.cos, model.sin))
+        for block in model.blocks:
+            block.attn.forward = _cut(block.attn, lambda q, k, v: method(q, k, v, spec, shards))
+    F.cross_entropy(model.head(model.emb(tokens[:, :8])).flatten(0, 1), targets[:, :8].flatten()).backward()
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    before = forget_peak()
+    F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten(), reduction="sum").backward()
+    return peak() - before
+
+
+def _cut(attn: Any, attend: Attend) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    def forward(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        q, k, v = (p(x).unflatten(-1, (-1, attn.head_dim)).transpose(1, 2) for p in (attn.q, attn.k, attn.v))
+        return attn.o(attend(rotate(q, cos, sin), rotate(k, cos, sin), v).transpose(1, 2).flatten(2))
+
+    return forward
+
+
+def formulas(names: list[str], sizes: dict[str, int], world: int) -> dict[str, Any]:
+    """Payload bytes of each method by formula: tests hold the ledger against them."""
+    shape = AttentionShape(1, sizes["heads"], sizes["kv_heads"], sizes["dim"], sizes["dim"])
+    return {
+        name: sum(t.bytes for (_, kind, _), t in traffic(name, shape, AttentionSpec(),
+                  SequenceShards.of(sizes["tokens"], world)).items() if kind != "recv")
+        for name in names if name in ("ring", "ulysses", "all_gather")
+    }  # fmt: skip
+
+
+def main(what: str, names: list[str], sizes: dict[str, int], rounds: int) -> None:
+    """Run `what` ("attention" or "decoder") and print what all ranks found from rank 0."""
+    warnings.filterwarnings("ignore")
+    world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    if world > 1:
+        dist.init_process_group("gloo")
+    found: Any = decoder(sizes, rank, world) if what == "decoder" else attention(names, sizes, rounds, rank, world)
+    everyone = [found]
+    if world > 1:
+        everyone = [None] * world
+        dist.all_gather_object(everyone, found)
+    if rank == 0:
+        payload = formulas(names, sizes, world) if names else {}
+        print(MARK + json.dumps({"ranks": everyone, "payload": payload}), flush=True)
+    if world > 1:
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3]), int(sys.argv[4]))
