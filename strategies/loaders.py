@@ -16,13 +16,16 @@ from parallax.strategies.mesh import Mesh
 from parallax.strategies.names import name_ranks
 
 
-def process_loader(loader: Any, mesh: Mesh) -> Any:
+def process_loader(loader: Any, mesh: Mesh, among: str = "control") -> Any:
     """`loader`, made safe. Collective.
+
+    Args:
+        among: the group whose ranks need as many batches as each other: all ranks, or those of one "model" copy.
 
     Raises:
         ValueError: on every rank, when ranks have loaders of different lengths: the longer ones would wait for ever.
     """
-    lengths = mesh["control"].gather_objects(sized_len(loader))
+    lengths = mesh[among].gather_objects(sized_len(loader))
     if all(length == lengths[0] for length in lengths):
         return loader if lengths[0] is not None or mesh.world_size == 1 else TogetherLoader(loader, mesh)
     raise mark_shared(_different_lengths(lengths))

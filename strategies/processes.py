@@ -186,7 +186,12 @@ class ProcessStrategy(ParallelStrategy):
 
     def process_dataloader(self, dataloader: object) -> object:
         """Refuse loaders of different lengths before a rank waits for one that has finished."""
-        return process_loader(dataloader, self.mesh)
+        return process_loader(dataloader, self.mesh, among="model" if self.data_ranks_are_independent else "control")
+
+    @property
+    def data_ranks_are_independent(self) -> bool:
+        """Whether data ranks may take different numbers of batches, as Lightning's predict lets them."""
+        return False
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: ReduceOp | str | None = "mean") -> Any:
         """Reduce over the data axis: ranks that differ only in tp or pp hold the same value."""

@@ -1,8 +1,8 @@
 """Brings what one rank knows to the others of its axis, at the price of one small tensor.
 
-It is: the trip of a tree (logs, losses, outputs of the user's step) from the last pipeline stage to every rank of its pipeline. Its
-form (structure, shapes, whatever is no tensor) travels once and is remembered on both sides; after that the
-numbers in it travel together as one tensor, and larger tensors as they are. It is not: aware of what the tree means.
+It is: the trip of a tree (logs, losses, outputs of the user's step) from the last pipeline stage to every rank of its
+pipeline. Its form (structure, shapes, whatever is no tensor) travels once and is remembered on both sides; after that
+the numbers in it travel together as one tensor, and larger tensors as they are. It is not: aware of what the tree means.
 """
 
 from __future__ import annotations

@@ -270,6 +270,13 @@ class ParallaxStrategy(ProcessStrategy):
             fixed_microbatches=self.requested_layout.num_microbatches is not None,
         )
 
+    @property
+    def data_ranks_are_independent(self) -> bool:
+        """In prediction, unless ZeRO-3 gathers weights over the data axis."""
+        assert self.lightning_module is not None
+        sharded = self.mesh.layout.zero_stage == 3 and bool(self.optimizers)  # only training shards
+        return self.lightning_module.trainer.predicting and not sharded
+
     # Steps
 
     def training_step(self, batch: Any, *rest: Any) -> Any:
