@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-import torch
 from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
@@ -72,6 +71,5 @@ class AllGatherAttention(AttentionMethod):
     def check(cls, spec: AttentionSpec, heads: int, kv_heads: int, size: int, inner: int = 1) -> None:
         check_spec(spec, heads, kv_heads)
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, shards: SequenceShards) -> Tensor:
-        with torch.autocast(q.device.type, enabled=False):
-            return cast(Tensor, _AllGather.apply(q, k, v, spec.sinks, spec, shards, self.groups.cp, self._buffers))
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, shards: SequenceShards) -> Tensor:
+        return cast(Tensor, _AllGather.apply(q, k, v, spec.sinks, spec, shards, self.groups.cp, self._buffers))

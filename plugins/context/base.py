@@ -168,7 +168,6 @@ class AttentionMethod(ABC):
             ValueError: with the numbers and the change that fixes it.
         """
 
-    @abstractmethod
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, shards: SequenceShards) -> Tensor:
         """Attention of this rank's queries over the whole sequence. Collective over the context axis.
 
@@ -181,8 +180,35 @@ class AttentionMethod(ABC):
 
         Returns:
             [batch, heads, local, value_dim] in the dtype of q, differentiable with respect to q, k, v and sinks.
-            Queries that see no key give 0.
+            Queries that see no key give 0. Under autocast q, k and v are cast first, as torch's own attention does.
+
+        Raises:
+            ValueError: shapes or dtypes that do not fit each other or `shards`.
         """
+        q, k, v = _autocast(q, k, v)
+        sizes = {q.shape[2], k.shape[2], v.shape[2], shards.local_length}
+        if len(sizes) > 1 or shards.size != self.groups.cp.size or k.shape[:2] != v.shape[:2]:
+            raise ValueError(
+                f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} are not this rank's "
+                f"{shards.local_length} of {shards.length} positions over {shards.size} ranks; there are "
+                f"{self.groups.cp.size} context ranks"
+            )
+        if not q.dtype == k.dtype == v.dtype:
+            raise ValueError(f"q, k and v must have one dtype, they have {q.dtype}, {k.dtype} and {v.dtype}")
+        with torch.autocast(q.device.type, enabled=False):
+            return self.attend(q, k, v, spec, shards)
+
+    @abstractmethod
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, shards: SequenceShards) -> Tensor:
+        """What `__call__` promises, for tensors that fit each other, without autocast."""
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    kind = tensors[0].device.type
+    if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(x if x.dtype is torch.float64 else x.to(dtype) for x in tensors)
 
 
 def check_spec(spec: AttentionSpec, heads: int, kv_heads: int) -> None:

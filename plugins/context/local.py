@@ -4,7 +4,8 @@ It is: the online softmax over blocks, forward and backward: `Row` gathers outpu
 fp64), `Gradients` the gradients. Every method is this plus its way of bringing the blocks. It is not: communication.
 
 Merging (Milakov & Gimelshein 2018; Rabe & Staats 2021): with output o and log-sum-exp l of the keys so far and o', l'
-of further keys, l := log(e^l + e^l') and o := o + sigmoid(l' - l) (o' - o), with l before it changes.
+of further keys, l := log(e^l + e^l') and o := o + sigmoid(l' - l) (o' - o), with l before it changes. A nan of the
+model stays one.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class Row:
             self._start(out.shape[-1])
             assert self._out is not None and self._lse is not None
         so_far = self._lse[:, :, rows]
-        share = torch.sigmoid(lse - so_far).nan_to_num_(0.0)  # nan: no key in either
+        share = torch.sigmoid((lse - so_far).masked_fill_(lse == -INF, -INF))  # -inf - -inf is nan
         self._out[:, :, rows].lerp_(out.to(self._out.dtype), share.unsqueeze(-1))
         torch.logaddexp(so_far, lse, out=so_far)
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-import torch
 from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
@@ -134,9 +133,8 @@ def _wait(work: Work | None) -> None:
 def ring_attention(
     q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, shards: SequenceShards, comm: AxisComm, buffers: Buffers
 ) -> Tensor:
-    """Attention of `q` over the sequence cut over `comm` as `shards` says; see `AttentionMethod.__call__`."""
-    with torch.autocast(q.device.type, enabled=False):
-        return cast(Tensor, _Ring.apply(q, k, v, spec.sinks, spec, shards, comm, buffers))
+    """Attention of `q` over the sequence cut over `comm` as `shards` says; see `AttentionMethod.attend`."""
+    return cast(Tensor, _Ring.apply(q, k, v, spec.sinks, spec, shards, comm, buffers))
 
 
 class RingAttention(AttentionMethod):
@@ -152,5 +150,5 @@ class RingAttention(AttentionMethod):
     def check(cls, spec: AttentionSpec, heads: int, kv_heads: int, size: int, inner: int = 1) -> None:
         check_spec(spec, heads, kv_heads)
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, shards: SequenceShards) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, shards: SequenceShards) -> Tensor:
         return ring_attention(q, k, v, spec, shards, self.groups.cp, self._buffers)

@@ -43,7 +43,7 @@ class HybridAttention(AttentionMethod):
         """The group that exchanges heads, and the ring."""
         return self.groups.inner, self.groups.outer
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, shards: SequenceShards) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, shards: SequenceShards) -> Tensor:
         inner, ring = self.parts()
         if shards not in self._exchanges:
             self._exchanges = {shards: Exchange(inner, shards, ring.index)}
