@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parallax.plugins import registry
 from parallax.plugins.base import ParallelPlugin
-from parallax.plugins.context.base import AttentionMethod, AttentionSpec, ContextGroups
 from parallax.plugins.context.batch import cut_batch, own_targets
 from parallax.plugins.context.hf import attach
+from parallax.plugins.context.methods import Methods
 from parallax.plugins.context.plans import carried_plan
 from parallax.plugins.context.refusals import check_model
 from parallax.plugins.context.routing import Routed
@@ -100,27 +99,3 @@ class ContextParallel(ParallelPlugin):
 
     def describe(self) -> dict[str, str]:
         return dict(self._report)
-
-
-class Methods:
-    """The attention method of a layout: made at the first call, checked once for each kind of call."""
-
-    def __init__(self, mesh: Mesh, layout: Layout) -> None:
-        self._groups, self._layout = ContextGroups.of(mesh), layout
-        self._made: dict[str, AttentionMethod] = {}
-        self._checked: dict[Any, str] = {}
-
-    def __call__(self, spec: AttentionSpec, q: Tensor, k: Tensor) -> AttentionMethod:
-        sinks, slopes = spec.sinks is not None, spec.alibi_slopes is not None
-        kind = (spec.causal, spec.window, spec.softcap, sinks, slopes, spec.dropout_p, q.shape, k.shape)
-        if kind not in self._checked:
-            self._checked[kind] = self._choose(spec, q, k)
-        return self._made[self._checked[kind]]
-
-    def _choose(self, spec: AttentionSpec, q: Tensor, k: Tensor) -> str:
-        name = "ring" if self._layout.context_method == "auto" else self._layout.context_method
-        method: type[AttentionMethod] = registry.load("parallax.attention", name)
-        method.check(spec, q.shape[1], k.shape[1], self._groups.cp.size, self._groups.inner.size)
-        if name not in self._made:
-            self._made[name] = method(self._groups)
-        return name

@@ -26,7 +26,7 @@ class CutSequence:
         model: the user's module.
         comm: the context axis.
         order: "zigzag" or "contiguous".
-        method: makes the attention of (spec, q, k), once per kind of call, and refuses what it cannot do.
+        method: makes the attention of (spec, q, k, v, shards), once per kind of call, and refuses what it cannot do.
 
     Attributes:
         shards: how the sequences of the running step are cut; None before the first.
@@ -48,7 +48,7 @@ class CutSequence:
         model: nn.Module,
         comm: AxisComm,
         order: str,
-        method: Callable[[AttentionSpec, Tensor, Tensor], AttentionMethod],
+        method: Callable[[AttentionSpec, Tensor, Tensor, Tensor, SequenceShards], AttentionMethod],
     ) -> None:
         self._model, self.comm, self.order, self._method = model, comm, order, method
         self.shards: SequenceShards | None = None
@@ -150,7 +150,7 @@ class CutSequence:
             )
         self.attentions += 1
         with self.handling():
-            return self._method(spec, q, k)(q, k, v, spec, self.cut)
+            return self._method(spec, q, k, v, self.cut)(q, k, v, spec, self.cut)
 
     def belongs_to_model(self, tensor: Tensor) -> bool:
         """Whether `tensor` is a parameter, a buffer or a plain attribute of a module."""

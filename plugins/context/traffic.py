@@ -25,6 +25,8 @@ from parallax.plugins.context.exchange import replication
 from parallax.plugins.context.ring import steps_of
 from parallax.strategies.comm import Traffic, wire_bytes
 
+METHODS = ("ring", "ulysses", "all_gather", "hybrid")
+"""Those there are formulas for."""
 Calls = dict[tuple[str, str, str], Traffic]
 
 

@@ -16,6 +16,7 @@ from parallax.plugins.context import kernels, local
 from parallax.plugins.context.base import AttentionMethod, AttentionSpec, ContextGroups, SequenceShards
 from parallax.plugins.context.choose import Machine, choose
 from parallax.plugins.context.exchange import replication
+from parallax.plugins.context.methods import domain_of
 from parallax.plugins.context.scores import Scoring
 from parallax.plugins.context.traffic import AttentionShape
 from parallax.strategies.comm import AxisComm, Ledger
@@ -169,6 +170,13 @@ def test_auto_prefers_what_fits_the_machine() -> None:
     assert best(1 << 20, 8, 32, 8, 1, node) == "ring"  # long: all of it hidden
     assert best(65536, 16, 32, 8, 8, node) == "hybrid"  # two nodes: the all-to-all stays inside
     assert best(65536, 8, 6, 2, 1, node) in ("ring", "all_gather")  # six heads cannot be dealt to eight ranks
+
+
+def test_a_domain_is_the_neighbours_on_one_host() -> None:
+    assert domain_of(["a"] * 4) == 4
+    assert domain_of(["a", "a", "b", "b"]) == 2
+    assert domain_of(["a", "a", "a", "b", "b", "b"]) == 3
+    assert domain_of(["a", "b", "b", "a"]) == domain_of(["a", "a", "a", "b"][::-1]) == 1
 
 
 def test_auto_says_why_nothing_fits() -> None:

@@ -16,7 +16,6 @@ from parallax.plugins.context.tiles import Blocking, Tile, Visible, plan
 from tests.attention_reference import seen
 from tests.context_cases import document_ids
 
-
 # Shards
 
 

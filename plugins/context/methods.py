@@ -1,0 +1,71 @@
+"""The attention method of a layout, for the calls a model makes.
+
+It is: the named method, or for "auto" the one predicted to be fastest on these ranks, made once and checked once for
+each kind of call. It is not: the prediction (`choose.py`) or a method.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from parallax.plugins import registry
+from parallax.plugins.context.base import AttentionMethod, AttentionSpec, ContextGroups, SequenceShards
+from parallax.plugins.context.choose import Machine, choose
+from parallax.plugins.context.traffic import METHODS, AttentionShape
+from parallax.strategies.layout import Layout
+from parallax.strategies.mesh import Mesh
+
+CPU = {"inside": 2e9, "across": 1e9, "latency": 1e-4, "flops": 2e10}
+
+
+class Methods:
+    """Gives the method of each call. Made by all ranks of the context axis together: they tell each other their hosts.
+
+    Args:
+        mesh: see `Mesh`.
+        layout: its `context_method` and `context_inner_size`.
+    """
+
+    def __init__(self, mesh: Mesh, layout: Layout) -> None:
+        self._groups, self._name = ContextGroups.of(mesh), layout.context_method
+        self._domain = domain_of(self._groups.cp.gather_objects(socket.gethostname()))
+        self._made: dict[str, AttentionMethod] = {}
+        self._known: dict[Any, AttentionMethod] = {}
+
+    def __call__(
+        self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, shards: SequenceShards
+    ) -> AttentionMethod:
+        """The method for this call.
+
+        Raises:
+            ValueError: the named one, or for "auto" every one, cannot do it.
+        """
+        per_head = spec.sinks is not None, spec.alibi_slopes is not None
+        kind = (spec.causal, spec.window, spec.softcap, spec.dropout_p, per_head, q.shape, k.shape, v.shape, q.dtype)
+        if (kind, shards) not in self._known:
+            self._known[kind, shards] = self._find(spec, q, k, v, shards)
+        return self._known[kind, shards]
+
+    def _find(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, shards: SequenceShards) -> AttentionMethod:
+        name, inner = self._name, self._groups.inner.size
+        if name == "auto":
+            numbers = CPU if q.device.type == "cpu" else {}
+            shape = AttentionShape(q.shape[0], q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.element_size())
+            known = {method: registry.load("parallax.attention", method) for method in METHODS}
+            name = choose(known, shape, spec, shards, inner, Machine(self._domain, **numbers)).name
+        if name not in self._made:
+            self._made[name] = registry.load("parallax.attention", name)(self._groups)
+        method = self._made[name]
+        method.check(spec, q.shape[1], k.shape[1], shards.size, inner)
+        return method
+
+
+def domain_of(hosts: Sequence[str]) -> int:
+    """Length of the longest equal runs of neighbours that stay on one host; it divides the number of ranks."""
+    size = len(hosts)
+    fits = [n for n in range(1, size + 1) if size % n == 0 and all(hosts[i] == hosts[i - i % n] for i in range(size))]
+    return max(fits)
