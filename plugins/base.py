@@ -94,8 +94,8 @@ class ParamShard:
 class ParallelPlugin(ABC):
     """One form of model parallelism. A fresh instance serves one model; nothing is shared between instances.
 
-    The strategy calls, in this order: `check`, `apply`, then every step `shard_batch`, `begin`, `whole_output` and
-    `finalize_grads`.
+    The strategy calls, in this order: `check`, `apply`, `finish`, then every step `shard_batch`, `begin`,
+    `whole_output` and `finalize_grads`.
     `model` is always the user's LightningModule (or any `nn.Module`); parameter names (FQNs) are its own and
     must stay as they are.
     """
@@ -120,6 +120,9 @@ class ParallelPlugin(ABC):
     @abstractmethod
     def apply(self, model: nn.Module, *, mesh: Mesh, layout: Layout) -> None:
         """Change `model` in place to this rank's part. Parameters may be on the meta device."""
+
+    def finish(self, model: nn.Module) -> None:
+        """After every plugin's `apply`: put in place what must go around modules in their final form."""
 
     def shard_batch(self, batch: Any, *, mesh: Mesh) -> Any:
         """This rank's part of a batch (identity unless the axis cuts the batch)."""

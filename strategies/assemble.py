@@ -32,12 +32,13 @@ ORDER: Sequence[tuple[str, str]] = (
 """Order of application of the model axes. Materialising and the data engine (ZeRO) come after all of them."""
 
 
-def make_plugins(layout: Layout, plans: Mapping[str, Mapping[str, Any] | None]) -> list[ParallelPlugin]:
+def make_plugins(layout: Layout, options: Mapping[str, Mapping[str, Any]]) -> list[ParallelPlugin]:
     """One fresh plugin per axis that is longer than 1, in `ORDER`.
 
     Args:
         layout: resolved.
-        plans: axis -> plan given to the strategy, relative to the root module; None reads the model's own.
+        options: axis -> keyword arguments of its plugins that the user gave; None leaves them out. "plan" is relative
+            to the root module; without it plugins read the model's own.
 
     Raises:
         ValueError: an axis is used and no installed plugin serves it.
@@ -49,8 +50,8 @@ def make_plugins(layout: Layout, plans: Mapping[str, Mapping[str, Any] | None]) 
         for name in registry.names("parallax.parallelism"):
             kind: Any = registry.load("parallax.parallelism", name)
             if any(axis in wanted for axis in (kind.axis, *kind.also)):
-                plan = plans.get(kind.axis)
-                found[kind.axis].append(kind(plan=plan) if plan is not None else kind())
+                given = {name: value for name, value in options.get(kind.axis, {}).items() if value is not None}
+                found[kind.axis].append(kind(**given))
     missing = [axis for axis in wanted if not found[axis]]
     if missing:
         served = registry.names("parallax.parallelism")
@@ -125,6 +126,8 @@ def assemble(
     with together("the assembly of the model"):
         for plugin in plugins:
             plugin.apply(module, mesh=mesh, layout=mesh.layout)
+        for plugin in plugins:
+            plugin.finish(module)
         if recording is not None:
             materialize(module, recording, shard_of=shard_lookup(plugins), seed=seed, device=device)
         precision.convert_module(module)

@@ -21,10 +21,11 @@ from torch import Tensor, nn
 from parallax.plugins.base import ParallelPlugin
 from parallax.plugins.context import ContextParallel
 from parallax.plugins.data.base import Clip, DataEngine, StepResult
-from parallax.plugins.pipeline.actions import Action, placement, splits_backward
+from parallax.plugins.pipeline.actions import placement
 from parallax.plugins.pipeline.catalog import Schedule, make_lists
 from parallax.plugins.pipeline.executor import Executor
 from parallax.plugins.pipeline.plugin import PipelineParallel
+from parallax.plugins.pipeline.routes import Route, route
 from parallax.plugins.pipeline.schedules.basic import forward_only, one_f_one_b
 from parallax.plugins.pipeline.transfer import Transfer
 from parallax.strategies.batch import batch_size, largest_divisor, shifts_labels, split, valid_tokens
@@ -86,15 +87,16 @@ class Engine:
         self._schedule, self._autocast, self._scale, self._device = schedule, autocast, scale, device
         self._fixed = fixed_microbatches
         self._shifted = shifts_labels(module)
-        last = mesh.size("pp") - 1
-        self._share = TreeShare(mesh["pp"], device, source=last)
-        self._metrics = MetricShare(module, mesh, source=last)
         self._context = next((p for p in plugins if isinstance(p, ContextParallel)), None)
-        self._lists: dict[tuple[Any, int], list[Action]] = {}
+        self._routes: dict[tuple[bool, int], Route] = {}
         self.steps = 0
-        stage = next((p.state for p in plugins if isinstance(p, PipelineParallel)), None)
-        transfer = Transfer(mesh["pp"], mesh["pp_back"], device) if stage is not None else None
-        self._executor = Executor(data, mesh.ledger, stage, transfer)
+        pipeline = next((p for p in plugins if isinstance(p, PipelineParallel)), None)
+        transfer = Transfer(mesh["pp"], mesh["pp_back"], device) if pipeline is not None else None
+        self._placement = (0,) if pipeline is None else pipeline.placement
+        source = self._placement[-1]  # the rank of the last stage knows what the user's step returned
+        self._share = TreeShare(mesh["pp"], device, source=source)
+        self._metrics = MetricShare(module, mesh, source=source)
+        self.executor = Executor(data, mesh.ledger, None if pipeline is None else pipeline.state, transfer)
 
     # Training
 
@@ -220,7 +222,7 @@ class Engine:
         counts: Tensor,
         loss_of: Callable[[int, Any], Tensor] | None = None,
     ) -> Any:
-        actions = self._actions(len(parts), backward=loss_of is not None)
+        way = self._route(len(parts), backward=loss_of is not None)
         keys = [(getattr(fn, "__name__", "step"), signature(part)) for part in parts]
         rows = _rows(parts[0])
         if self.mesh.size("pp") == 1 and len(parts) == 1 and self._context is None:
@@ -230,7 +232,7 @@ class Engine:
                 with self._autocast():
                     return self._whole(fn(parts[index], *rest))
 
-            outputs = self._executor.run(actions, whole, keys, loss_of, note=f"step {self.steps}")
+            outputs = self.executor.run(way, whole, keys, loss_of, note=f"step {self.steps}")
             return merge(list(outputs.values()), counts, rows)
         kept = Kept(self.module)
         running = self._context.running() if self._context is not None else nullcontext(counts)
@@ -246,7 +248,7 @@ class Engine:
                 kept.stop(index, self._whole)
                 return output
 
-            outputs = self._executor.run(actions, step, keys, loss_of, note=f"step {self.steps}")
+            outputs = self.executor.run(way, step, keys, loss_of, note=f"step {self.steps}")
             result = None
             if self._share.is_source:
                 output = merge([outputs[i] for i in range(len(parts))], counts, rows)
@@ -257,19 +259,24 @@ class Engine:
         replay(self.module, shared.logs, self._metrics)
         return shared.output
 
-    def _actions(self, count: int, *, backward: bool) -> list[Action]:
+    def _route(self, count: int, *, backward: bool) -> Route:
+        """This rank's way through the schedule for `count` micro-batches."""
         key = (backward, count)
-        if key not in self._lists:
-            ranks = self.mesh.size("pp")
-            schedule = self._schedule if ranks > 1 else one_f_one_b
-            if backward:
-                lists = make_lists(schedule, ranks, count, name=self.mesh.layout.schedule)
+        if key not in self._routes:
+            ranks, layout = self.mesh.size("pp"), self.mesh.layout
+            if not backward:
+                lists = forward_only(self._placement, count)
+            elif ranks == 1:
+                lists = one_f_one_b(1, count)
             else:
-                lists = forward_only(range(ranks), count)
-            if splits_backward(lists) or placement(lists) != tuple(range(ranks)):
-                raise ValueError(f"schedule {self.mesh.layout.schedule!r} can be simulated but not yet run")
-            self._lists[key] = lists[self.mesh.index("pp")]
-        return self._lists[key]
+                lists = make_lists(self._schedule, ranks, count, layout.stages_per_rank, name=layout.schedule)
+            if placement(lists) != self._placement:
+                raise ValueError(
+                    f"schedule {layout.schedule!r} puts the stages on ranks {placement(lists)} for {count} micro-batches "
+                    f"but the model was cut for {self._placement}; a schedule must place them alike for every number"
+                )
+            self._routes[key] = route(lists, self._placement, self.mesh.index("pp"))
+        return self._routes[key]
 
 
 def _loss(output: Any) -> Tensor:

@@ -100,13 +100,12 @@ class ParallaxStrategy(ProcessStrategy):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
-        self._plans: dict[str, Mapping[str, Any] | None] = {
-            "tp": tp_plan,
-            "pp": pp_plan,
-            "ep": ep_plan,
-            "cp": cp_plan,
+        self._options: dict[str, dict[str, Any]] = {
+            "tp": {"plan": tp_plan},
+            "pp": {"plan": pp_plan, "schedule": schedule if callable(schedule) else None},
+            "ep": {"plan": ep_plan},
+            "cp": {"plan": cp_plan},
         }
-        self._own_schedule = schedule if callable(schedule) else None
         self._engine: Engine | None = None
         self._recording: Recording | None = None
         self._plugins: list[ParallelPlugin] = []
@@ -160,10 +159,10 @@ class ParallaxStrategy(ProcessStrategy):
         super().setup_environment()
         with same_on_every_rank():
             layout = self.requested_layout.resolve(self.world_size)
-            plugins = make_plugins(layout, self._plans)
+            plugins = make_plugins(layout, self._options)
             engine: type[DataEngine] = registry.load("parallax.data_engines", layout.resolved_data_engine)
             engine.check(layout)
-            self._schedule = self._own_schedule or find_schedule(layout.schedule)
+            self._schedule = self._options["pp"]["schedule"] or find_schedule(layout.schedule)
         if self._mesh is None:
             self._plugins = plugins
         self._join(layout)
@@ -189,7 +188,7 @@ class ParallaxStrategy(ProcessStrategy):
         fresh = self._is_fresh()
         if fresh and self._engine is not None:  # another module than before: nothing of the old one fits
             self._engine.teardown()
-            self._engine, self._plugins = None, make_plugins(self.mesh.layout, self._plans)
+            self._engine, self._plugins = None, make_plugins(self.mesh.layout, self._options)
         with self._together("the checks of the model", always=True):
             refusals.check(self.lightning_module, training=training)
             if training:

@@ -1,18 +1,18 @@
-"""Runs one rank's action list: any schedule, with the user's step as the stage function.
+"""Runs one rank's route through a schedule: any schedule, with the user's step as the stage function.
 
 It is: the loop over actions, and what one forward and one backward of a stage are. It is not: the
 schedule, the transfers' details, or the optimizer step. One stage (no pipeline) is the same loop with nothing to
 send, so micro-batches work alike with and without a pipeline.
 
-Stages wait for each other, so an error on one must not end its list: the stage computes no more, but still receives
+Ranks wait for each other, so an error on one must not end its list: the rank computes no more, but still receives
 and sends what its neighbours count on, up to the end; then it raises. In the first run of a kind (training, evaluation)
-the stages compare notes there, and a user mistake that shows on one of them is raised on all.
+the ranks compare notes there, and a user mistake that shows on one of them is raised on all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -20,10 +20,16 @@ import torch
 from torch import Tensor
 
 from parallax.plugins.pipeline.actions import Action
+from parallax.plugins.pipeline.backward import Postponed, Seed
+from parallax.plugins.pipeline.routes import Message, Route, Step
 from parallax.plugins.pipeline.stage import StageOutput, StageState
-from parallax.plugins.pipeline.transfer import Incoming, StageFailed, Transfer
+from parallax.plugins.pipeline.timeline import Timeline
+from parallax.plugins.pipeline.transfer import StageFailed, Transfer, addresses
 from parallax.strategies.agreement import is_refusal, text_of
 from parallax.strategies.comm import CommError, Ledger
+
+AHEAD = 1
+"""How many actions before it is needed a message is asked for, so that it travels while the rank computes."""
 
 
 class Runner(Protocol):
@@ -34,40 +40,64 @@ class Runner(Protocol):
     def backward(self, loss: Tensor) -> None: ...
 
 
-class _Seed(torch.autograd.Function):
-    """A scalar whose backward hands given gradients to given outputs, at no arithmetic cost.
-
-    DeepSpeed's engine takes only scalars; `(output * grad).sum()` would be the same at the price of two passes.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, count: int, *tensors: Tensor) -> Tensor:
-        ctx.grads = tensors[count:]
-        return torch.zeros((), dtype=torch.float32, device=tensors[0].device)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> Any:
-        grads, ctx.grads = ctx.grads, ()
-        return (None, *grads, *(None for _ in grads))
-
-
 @dataclass
 class _InFlight:
-    """What a stage keeps of a micro-batch between its forward and its backward."""
+    """What a stage keeps of a micro-batch between its forward and the end of its backward.
+
+    Attributes:
+        leaves: what it received, as far as gradients go back.
+        received: the buffers it was received in.
+        root: the scalar backward starts from: the scaled loss, or a `Seed` of the outputs.
+        grads: where the seed finds the outputs' gradients; None on the last stage.
+        postponed: where the weights' gradients wait when the backward is split.
+    """
 
     leaves: list[Tensor] = field(default_factory=list)
     received: list[Tensor] = field(default_factory=list)
-    outputs: list[Tensor] = field(default_factory=list)
-    loss: Tensor | None = None
+    root: Tensor | None = None
+    grads: list[Tensor] | None = None
+    postponed: Postponed | None = None
+
+
+@dataclass
+class _Run:
+    """One run of a route: its inputs, and what is on its way."""
+
+    route: Route
+    step: Callable[[int], Any]
+    keys: Sequence[Hashable]
+    loss_of: Callable[[int, Any], Tensor] | None
+    flying: dict[tuple[int, int], _InFlight] = field(default_factory=dict)
+    handed: dict[Message, list[Tensor]] = field(default_factory=dict)
+    outputs: dict[int, Any] = field(default_factory=dict)
+    posted: int = 0
+    postponed_bytes: int = 0
+
+
+@dataclass
+class Peak:
+    """The most this rank has held at once in its last run.
+
+    Attributes:
+        in_flight: micro-batches of one virtual stage each, from the start of its F to the end of its B or W.
+        postponed_bytes: what was held for W, over all of them.
+    """
+
+    in_flight: int = 0
+    postponed_bytes: int = 0
 
 
 class Executor:
-    """Runs action lists on this rank.
+    """Runs routes on this rank.
 
     Args:
         runner: the data engine.
         ledger: told what runs, for counting and error messages.
-        state, transfer: the rank's stage; None when there is one stage only.
+        state, transfer: the rank's part of the pipeline; None when there is none.
+
+    Attributes:
+        timeline: records when actions run, where one is given.
+        peak: what the last run held.
     """
 
     def __init__(
@@ -77,57 +107,70 @@ class Executor:
         self._state, self._transfer = state, transfer
         self._failure: Exception | None = None
         self._compared: set[bool] = set()
+        self.timeline: Timeline | None = None
+        self.peak = Peak()
 
     def run(
         self,
-        actions: Sequence[Action],
+        route: Route,
         step: Callable[[int], Any],
         keys: Sequence[Hashable],
         loss_of: Callable[[int, Any], Tensor] | None = None,
         note: str = "",
     ) -> dict[int, Any]:
-        """Run `actions`.
+        """Run `route`.
 
         Args:
-            actions: this stage's list.
+            route: this rank's.
             step: micro-batch index -> output of the user's step (on the last stage; earlier ones unwind).
             keys: per micro-batch, what its input shapes are (equal keys mean equal shapes).
             loss_of: (micro-batch index, output) -> the scaled scalar to run backward on; None when only forwards run.
             note: prefix for error messages, e.g. "step 12".
 
         Returns:
-            Outputs of the user's step by micro-batch, on the last stage; empty elsewhere.
+            Outputs of the user's step by micro-batch, on the rank of the last stage; empty elsewhere.
 
         Raises:
-            Whatever the step raised on this stage; ValueError: a mistake seen on another stage in the first run;
-            CommError: another stage has failed or gone.
+            Whatever the step raised on this rank; ValueError: a mistake seen on another rank in the first run;
+            CommError: another rank has failed or gone.
         """
-        self._failure = None
-        flying: dict[int, _InFlight] = {}
-        outputs: dict[int, Any] = {}
-        early: dict[Action, Incoming] = {}
-        for at, action in enumerate(actions):
-            following = actions[at + 1] if at + 1 < len(actions) else None
-            i = action.microbatch
-            if action.kind == "F":
-                with self._ledger.during("forward", self._note(note, "forward", i)):
-                    incoming = early.pop(action, None) or self._expect(action, keys, flying)
-                    self._post_early(following, keys, flying, early)
-                    flying[i], output = self._forward(i, step, keys[i], incoming, keep=loss_of is not None)
-                    if self._failure is None and (self._state is None or self._state.is_last):
-                        outputs[i] = output
-                        if loss_of is not None:
-                            with self._holding():
-                                flying[i].loss = loss_of(i, output)
-            else:
-                with self._ledger.during("backward", self._note(note, "backward", i)):
-                    incoming = early.pop(action, None) or self._expect(action, keys, flying)
-                    self._post_early(following, keys, flying, early)
-                    self._backward(flying.pop(i), incoming)
+        self._failure, self.peak = None, Peak()
+        run = _Run(route, step, keys, loss_of)
+        for at, way in enumerate(route.steps):
+            forward = way.action.kind == "F"
+            with self._ledger.during("forward" if forward else "backward", f"{note}, {_words(way.action)}"):
+                self._post(run, at)
+                if forward:
+                    self._forward(run, way)
+                elif way.action.kind == "W":
+                    self._finish(run, way)
+                else:
+                    self._backward(run, way)
         if self._transfer is not None:
-            self._transfer.drain()
+            self._transfer.finish()
             self._compare(self._transfer, training=loss_of is not None)
-        return outputs
+        return run.outputs
+
+    def _post(self, run: _Run, at: int) -> None:
+        """Ask for what action `at` needs, and, so that transfers overlap, for what the next one will, if possible."""
+        due, receives = run.route.due, run.route.receives
+        soon = due[min(at + AHEAD, len(due) - 1)]
+        while run.posted < soon:
+            message, early = receives[run.posted], run.posted >= due[at]
+            assert self._transfer is not None
+            with self._holding():
+                if not self._transfer.post(message, run.keys[message.microbatch], early=early):
+                    return
+            run.posted += 1
+
+    def _take(self, run: _Run, message: Message | None) -> list[Tensor]:
+        """The tensors of a message, from another rank or from a stage of this one."""
+        if message is None:
+            return []
+        if message.source == message.target:
+            return run.handed.pop(message, [])
+        assert self._transfer is not None
+        return self._transfer.take(message)
 
     @contextmanager
     def _holding(self) -> Iterator[None]:
@@ -142,7 +185,7 @@ class Executor:
             self._failure = self._failure or error
 
     def _compare(self, transfer: Transfer, *, training: bool) -> None:
-        """Raise this stage's failure; in the first run of a kind (collective) also what another stage has met."""
+        """Raise this rank's failure; in the first run of a kind (collective) also what another rank has met."""
         mine = self._failure
         if training in self._compared:
             if isinstance(mine, StageFailed):
@@ -152,122 +195,166 @@ class Executor:
             return
         self._compared.add(training)
         met = None if mine is None or isinstance(mine, StageFailed) else (text_of(mine), is_refusal(mine))
-        failed = {stage: found for stage, found in enumerate(transfer.forward.gather_objects(met)) if found is not None}
+        failed = {index: found for index, found in enumerate(transfer.comm.gather_objects(met)) if found is not None}
         if not failed:
             return
-        stage, (text, refusal) = next(iter(failed.items()))
+        index, (text, refusal) = next(iter(failed.items()))
         if met is not None and (not refusal or met == (text, refusal)):
             assert mine is not None
             raise mine
         if refusal:
             raise ValueError(text) from mine
-        raise CommError(f"pipeline stage {stage} (rank {transfer.forward.ranks[stage]}) failed: {text}")
+        raise CommError(f"pipeline rank {index} (rank {transfer.comm.ranks[index]}) failed: {text}")
 
-    def _note(self, note: str, kind: str, microbatch: int) -> str:
-        stage = self._transfer.forward.index if self._transfer else 0
-        return f"{note}, {kind} of micro-batch {microbatch} on stage {stage}"
+    # Forward
 
-    def _expect(self, action: Action, keys: Sequence[Hashable], flying: dict[int, _InFlight]) -> Incoming | None:
-        """Post what `action` needs from a neighbour; None when it needs nothing."""
+    def _forward(self, run: _Run, way: Step) -> None:
+        i, stage = way.action.microbatch, way.action.stage
+        kept = run.flying[stage, i] = _InFlight()
+        self.peak.in_flight = max(self.peak.in_flight, len(run.flying))
+        tensors = self._take(run, way.needs)
+        kept.received = tensors if way.needs is not None and way.needs.source != way.needs.target else []
+        kept.postponed = Postponed() if way.halves else None
+        sent = False
+        with self._holding():
+            if self._failure is None:
+                with self._span(way.action):
+                    output = self._run_stage(run, way, kept, tensors)
+                    if way.gives is not None:
+                        self._hand_on(run, way.gives, kept, output)
+                        sent = True
+                    else:
+                        run.outputs[i] = output
+                        kept.received = _not_in(kept.received, output)
+                        kept.root = None if run.loss_of is None else run.loss_of(i, output)
+        if not sent and way.gives is not None and self._transfer is not None and way.gives.source != way.gives.target:
+            self._transfer.send_nothing(way.gives, run.keys[i])
+        if run.loss_of is None:
+            self._release(run, way.action)
+
+    def _run_stage(self, run: _Run, way: Step, kept: _InFlight, tensors: list[Tensor]) -> Any:
+        """The user's step up to the stage's end, on what the stage before has handed on."""
+        i, stage = way.action.microbatch, way.action.stage
         state, transfer = self._state, self._transfer
         if state is None or transfer is None:
-            return None
-        if action.kind == "F" and not state.is_first:
-            with self._holding():
-                transfer.describe(keys[action.microbatch])
-            return transfer.expect_activation(keys[action.microbatch])
-        if action.kind == "B" and not state.is_last:
-            return transfer.expect_gradients(flying[action.microbatch].outputs)
-        return None
-
-    def _post_early(
-        self,
-        action: Action | None,
-        keys: Sequence[Hashable],
-        flying: dict[int, _InFlight],
-        early: dict[Action, Incoming],
-    ) -> None:
-        """Post the receives of the next action before computing this one, so that the transfer overlaps."""
-        state, transfer = self._state, self._transfer
-        if action is None or state is None or transfer is None or action in early:
-            return
-        incoming = None
-        if action.kind == "F" and not state.is_first:
-            incoming = transfer.expect_activation(keys[action.microbatch])
-        elif action.kind == "B" and not state.is_last and action.microbatch in flying:
-            incoming = transfer.expect_gradients(flying[action.microbatch].outputs)
-        if incoming is not None:
-            early[action] = incoming
-
-    def _forward(
-        self, index: int, step: Callable[[int], Any], key: Hashable, incoming: Incoming | None, *, keep: bool
-    ) -> tuple[_InFlight, Any]:
-        state, transfer = self._state, self._transfer
-        kept = _InFlight()
-        if state is None or transfer is None:
-            return kept, self._runner.forward(step, index)
+            return self._runner.forward(run.step, i)
         value = None
-        if incoming is not None:
-            kept.received = incoming.wait()
-            value, kept.leaves = transfer.activation(key, kept.received)
-        output, sent = None, None
-        if self._failure is None:
-            with self._holding():
-                output = self._run_stage(index, step, value)
-                sent = None if state.is_last else transfer.send_activation(key, output)
-        if not state.is_last:
-            sent = transfer.send_nothing(key) if sent is None else sent
-            kept.outputs = [t for t in sent if t.requires_grad]
-            output = None
-        if not keep:
-            self._release(kept)
-        return kept, output
-
-    def _run_stage(self, index: int, step: Callable[[int], Any], received: Any) -> Any:
-        """The user's step up to this stage's end; `received` is what the stage before has sent."""
-        assert self._state is not None and self._transfer is not None
-        self._state.begin(received)
+        if way.needs is not None:
+            value, kept.leaves = transfer.unpack(way.needs.edge, run.keys[i], tensors)
+        state.begin(stage, value)
         try:
-            reached_end, output = self._runner.forward(_catch, step, index)
+            reached_end, output = self._runner.forward(_catch, run.step, i, kept.postponed or nullcontext())
         finally:
-            self._state.end()
-        if reached_end != self._state.is_last:
+            state.end()
+        if reached_end != (way.gives is None):
             raise ValueError(
-                f"the step returned on stage {self._transfer.forward.index} without running all of the stage's layers; "
+                f"the step returned on stage {stage} without running all of the stage's layers; "
                 f"training_step, validation_step and the like must call the whole model on every batch"
             )
         return output
 
-    def _backward(self, kept: _InFlight, incoming: Incoming | None) -> None:
-        grads = incoming.wait() if incoming is not None and kept.outputs else []
+    def _hand_on(self, run: _Run, message: Message, kept: _InFlight, output: Any) -> None:
+        assert self._transfer is not None
+        tensors = self._transfer.pack(message, run.keys[message.microbatch], output)
+        carriers = [t for t in tensors if t.requires_grad]
+        if carriers and run.loss_of is not None:
+            kept.grads = []
+            kept.root = Seed.apply(kept.grads, *carriers)
+        if message.source == message.target:
+            run.handed[message] = [t.detach() for t in tensors]
+            kept.received = _not_in(kept.received, tensors)
+        else:
+            self._transfer.send(message, tensors)
+
+    # Backward
+
+    def _backward(self, run: _Run, way: Step) -> None:
+        """B, or I: gradients of the stage's input (and of its weights, unless they are postponed)."""
+        kept = run.flying[way.action.stage, way.action.microbatch]
+        grads = self._take(run, way.needs)
         with self._holding():
-            if self._failure is None:
-                self._run_backward(kept, grads)
-        if self._transfer is not None and kept.leaves:
-            self._transfer.send_gradients(kept.leaves)
-        self._release(kept)
+            if self._failure is None and kept.root is not None:
+                with self._span(way.action), kept.postponed or nullcontext():
+                    if kept.grads is not None:
+                        kept.grads.extend(grads)
+                    self._runner.backward(kept.root)
+        if way.gives is not None:
+            self._send_back(run, way.gives, kept)
+        self._reuse(run, way, kept, grads)
+        kept.root = kept.grads = None
+        if way.action.kind == "B":
+            self._release(run, way.action)
 
-    def _run_backward(self, kept: _InFlight, grads: list[Tensor]) -> None:
-        if kept.loss is not None:
-            self._runner.backward(kept.loss)
-        elif grads:
-            self._runner.backward(_Seed.apply(len(grads), *kept.outputs, *grads))
-            # A stage that passes its input on makes autograd return the very buffer that was received.
-            passed_on = {leaf.grad.data_ptr() for leaf in kept.leaves if leaf.grad is not None}
-            for grad in grads:
-                if self._transfer is not None and grad.data_ptr() not in passed_on:
-                    self._transfer.buffers.give(grad)
+    def _send_back(self, run: _Run, message: Message, kept: _InFlight) -> None:
+        """Hand the gradients of what was received to the stage it came from."""
+        grads = []
+        for leaf in kept.leaves:
+            grads.append(leaf.grad if leaf.grad is not None else torch.zeros_like(leaf))
+            leaf.grad = None
+        if message.source == message.target:
+            run.handed[message] = grads
+        elif self._transfer is not None and self._failure is None:
+            self._transfer.send(message, grads)
+        elif self._transfer is not None:
+            self._transfer.send_no_gradients(message, run.keys[message.microbatch])
+        kept.leaves = []
 
-    def _release(self, kept: _InFlight) -> None:
+    def _reuse(self, run: _Run, way: Step, kept: _InFlight, grads: list[Tensor]) -> None:
+        """Give receive buffers back, except those that what is postponed still needs; these are kept for W.
+
+        A stage that passes its input on makes autograd return the very buffer its gradient was received in.
+        """
+        if self._transfer is None:
+            return
+        remote = way.needs is not None and way.needs.source != way.needs.target
+        used = kept.received + (grads if remote else [])
+        if way.gives is not None:
+            used = _not_in(used, run.handed.get(way.gives, []))
+        postponed: dict[int, int] = {}
+        if kept.postponed is not None:
+            postponed = kept.postponed.storages()
+            run.postponed_bytes += sum(postponed.values())
+            self.peak.postponed_bytes = max(self.peak.postponed_bytes, run.postponed_bytes)
+        kept.received = [t for t in used if t.untyped_storage().data_ptr() in postponed]
+        self._transfer.give(t for t in used if t.untyped_storage().data_ptr() not in postponed)
+
+    def _finish(self, run: _Run, way: Step) -> None:
+        """W: the postponed gradients of the stage's weights."""
+        kept = run.flying[way.action.stage, way.action.microbatch]
+        with self._holding():
+            if self._failure is None and kept.postponed is not None:
+                with self._span(way.action):
+                    run.postponed_bytes -= sum(kept.postponed.storages().values())
+                    kept.postponed.finish(self._runner.backward)
+        self._release(run, way.action)
+
+    def _release(self, run: _Run, action: Action) -> None:
+        kept = run.flying.pop((action.stage, action.microbatch))
         if self._transfer is not None:
-            for tensor in kept.received:
-                self._transfer.buffers.give(tensor)
-        kept.received, kept.outputs, kept.leaves, kept.loss = [], [], [], None
+            self._transfer.give(kept.received)
+
+    def _span(self, action: Action) -> AbstractContextManager[None]:
+        return nullcontext() if self.timeline is None else self.timeline.span(action)
 
 
-def _catch(step: Callable[[int], Any], index: int) -> tuple[bool, Any]:
+def _not_in(buffers: list[Tensor], value: Any) -> list[Tensor]:
+    """Those of `buffers` whose memory is no part of `value`, which lives on beyond the stage's backward."""
+    if not buffers:
+        return buffers
+    taken = addresses(value)
+    return [t for t in buffers if t.untyped_storage().data_ptr() not in taken]
+
+
+def _words(action: Action) -> str:
+    """An action in the words of error messages."""
+    kind = {"F": "forward", "B": "backward", "I": "input gradients", "W": "weight gradients"}[action.kind]
+    return f"{kind} of micro-batch {action.microbatch} on stage {action.stage}"
+
+
+def _catch(step: Callable[[int], Any], index: int, around: AbstractContextManager[Any]) -> tuple[bool, Any]:
     """(True, the user's output) when the step ran to its end, (False, the stage's output) when a gate ended it."""
     try:
-        return True, step(index)
+        with around:
+            return True, step(index)
     except StageOutput as stop:
         return False, stop.value

@@ -12,6 +12,8 @@ from typing import Any
 from torch import nn
 
 from parallax.plugins.base import ParallelPlugin, ParamShard
+from parallax.plugins.pipeline.actions import placement, splits_backward
+from parallax.plugins.pipeline.catalog import Schedule, find_schedule, make_lists
 from parallax.plugins.pipeline.partition import split_layers
 from parallax.plugins.pipeline.plans import Structure, find_structure
 from parallax.plugins.pipeline.stage import (
@@ -22,7 +24,7 @@ from parallax.plugins.pipeline.stage import (
     ForeignLayer,
     ForeignPositions,
     StageState,
-    gate,
+    place,
 )
 from parallax.strategies.layout import Layout
 from parallax.strategies.mesh import Mesh
@@ -33,52 +35,94 @@ class PipelineParallel(ParallelPlugin):
 
     Args:
         plan: `pp_plan` relative to the root module; None reads the one the model carries.
+        schedule: the pipeline schedule; None finds the layout's by its name.
+
+    Attributes:
+        state: what this rank's gates and stubs share, once `apply` has run.
+        placement: rank of each virtual stage, once `check` or `apply` has run.
     """
 
     name = "pipeline"
     axis = "pp"
 
-    def __init__(self, plan: Mapping[str, Any] | None = None) -> None:
-        self._plan = plan
+    def __init__(self, plan: Mapping[str, Any] | None = None, schedule: Schedule | None = None) -> None:
+        self._plan, self._schedule = plan, schedule
         self.state: StageState | None = None
+        self.placement: tuple[int, ...] = ()
+        self._places: list[tuple[str, int, Foreign, Foreign]] = []
         self._ties: set[str] = set()
         self._replicas: dict[str, ParamShard] = {}
         self._summary: dict[str, str] = {}
 
     def check(self, layout: Layout, model: nn.Module) -> None:
         structure = find_structure(model, self._plan)
-        stages = layout.pipeline_parallel_size
+        self._place(layout)
+        ranks, stages = layout.pipeline_parallel_size, len(self.placement)
         if structure.num_layers < stages:
+            each = stages // ranks
+            what = f" x {each} stages per rank" if each > 1 else ""
             raise ValueError(
-                f"pipeline_parallel_size={stages} needs at least {stages} layers, but {structure.layers!r} has "
-                f"{structure.num_layers}; use pipeline_parallel_size <= {structure.num_layers}"
+                f"pipeline_parallel_size={ranks}{what} needs at least {stages} layers, but {structure.layers!r} has "
+                f"{structure.num_layers}; use pipeline_parallel_size <= {structure.num_layers // each}"
+                + (" or fewer stages per rank" if each > 1 else "")
             )
         _refuse_shared_layers(model, structure)
 
+    def _place(self, layout: Layout) -> None:
+        schedule = self._schedule or find_schedule(layout.schedule)
+        ranks, count = layout.pipeline_parallel_size, layout.num_microbatches or layout.pipeline_parallel_size
+        lists = make_lists(schedule, ranks, count, layout.stages_per_rank, name=layout.schedule)
+        if splits_backward(lists) and layout.zero_stage == 3:
+            raise ValueError(
+                f"schedule {layout.schedule!r} computes gradients of weights after those of inputs, but zero_stage 3 "
+                f"lets go of a layer's weights as soon as its backward is over, and torch takes no gradient for a weight "
+                f"that is not there; use zero_stage 2 or less, or a schedule of whole backwards such as 1f1b"
+            )
+        self.placement = placement(lists)
+
     def apply(self, model: nn.Module, *, mesh: Mesh, layout: Layout) -> None:
         structure = find_structure(model, self._plan)
-        bounds = split_layers(structure.num_layers, mesh.size("pp"))
-        lo, hi = bounds[mesh.index("pp")]
-        first, last = mesh.is_first_stage, mesh.is_last_stage
-        self.state = StageState(lo, hi, is_first=first, is_last=last)
+        self._place(layout)
+        bounds = split_layers(structure.num_layers, len(self.placement))
+        chunks = {s: bounds[s] for s, rank in enumerate(self.placement) if rank == mesh.index("pp")}
+        first, last = 0 in chunks, len(bounds) - 1 in chunks
+        self.state = StageState(chunks, structure.num_layers)
         ties = _ties(model, structure)
-        if not first:
-            _drop_before(model, structure, self.state)
-        if not last:
-            _drop(model, structure.after, lambda fqn: ForeignAfter(fqn, self._state))
-        layers: Any = model.get_submodule(structure.layers)
-        for i in range(structure.num_layers):
-            if not lo <= i < hi:
-                kind = ForeignLayer if i < lo else ForeignAfter
-                layers[i] = kind(f"{structure.layers}.{i}", self.state, like=layers[i])
-        gate(layers[hi - 1], self.state)
+        befores = _stubs_before(model, structure, self.state)
+        afters: dict[str, Foreign] = {fqn: ForeignAfter(fqn, self.state) for fqn in structure.after}
+        for here, stubs, index in ((first, befores, -1), (last, afters, structure.num_layers)):
+            if not here:
+                _drop(model, stubs)
+            elif len(chunks) > 1:
+                self._places += [(fqn, index, stub, ForeignAfter(fqn, self.state)) for fqn, stub in stubs.items()]
+        self._cut_layers(model, structure, chunks)
         if not first:
             _demote(model, structure.direct)
         self._keep_ties(model, ties, first=first, last=last)
+        held = ", ".join(f"{lo}-{hi - 1}" if hi - lo > 1 else f"{lo}" for lo, hi in chunks.values())
         self._summary = {
-            "holds": f"layers {lo}-{hi - 1} of {structure.num_layers}",
-            "sends": "forward: its last layer's output, once per micro-batch; backward: the gradient of its input",
+            "holds": f"layers {held} of {structure.num_layers}",
+            "sends": "forward: the last layer's output of each stage, once per micro-batch; backward: its gradient",
         }
+
+    def _cut_layers(self, model: nn.Module, structure: Structure, chunks: Mapping[int, tuple[int, int]]) -> None:
+        """Stubs for foreign layers; real ones are placed where a stage ends or where there are several stages."""
+        layers: Any = model.get_submodule(structure.layers)
+        ends = {hi - 1 for _, hi in chunks.values()} - {structure.num_layers - 1}
+        here = {i for lo, hi in chunks.values() for i in range(lo, hi)}
+        for i in range(structure.num_layers):
+            fqn = f"{structure.layers}.{i}"
+            before = ForeignLayer(fqn, self._state, like=layers[i])
+            after = ForeignAfter(fqn, self._state, like=layers[i])
+            if i not in here:
+                layers[i] = before if i < max(here) else after
+            elif i in ends or len(chunks) > 1:
+                self._places.append((fqn, i, before, after))
+
+    def finish(self, model: nn.Module) -> None:
+        """Place this rank's modules; only now, since tensor parallelism changes the class of some of them."""
+        for fqn, index, before, after in self._places:
+            place(model.get_submodule(fqn), index, self._state, before, after)
 
     @property
     def _state(self) -> StageState:
@@ -150,12 +194,12 @@ def _ties(model: nn.Module, structure: Structure) -> list[tuple[str, str]]:
     return pairs
 
 
-def _drop(model: nn.Module, fqns: tuple[str, ...], make: Any) -> None:
-    for fqn in fqns:
+def _drop(model: nn.Module, stubs: Mapping[str, Foreign]) -> None:
+    for fqn, stub in stubs.items():
         if isinstance(_find(model, fqn), Foreign) or _find(model, fqn) is None:
             continue  # inside a module that was dropped already
         parent, _, name = fqn.rpartition(".")
-        setattr(model.get_submodule(parent), name, make(fqn))
+        setattr(model.get_submodule(parent), name, stub)
 
 
 def _find(model: nn.Module, fqn: str) -> nn.Module | None:
@@ -165,7 +209,7 @@ def _find(model: nn.Module, fqn: str) -> nn.Module | None:
         return None
 
 
-def _drop_before(model: nn.Module, structure: Structure, state: StageState) -> None:
+def _stubs_before(model: nn.Module, structure: Structure, state: StageState) -> dict[str, Foreign]:
     """The first embedding stands for the received activation; later ones are added to it."""
     embeddings = [f for f in structure.before if isinstance(model.get_submodule(f), nn.Embedding)]
 
@@ -174,7 +218,7 @@ def _drop_before(model: nn.Module, structure: Structure, state: StageState) -> N
             return (ForeignEmbedding if fqn == embeddings[0] else ForeignPositions)(fqn, state)
         return ForeignBefore(fqn, state)
 
-    _drop(model, structure.before, make)
+    return {fqn: make(fqn) for fqn in structure.before}
 
 
 def _demote(model: nn.Module, fqns: tuple[str, ...]) -> None:

@@ -3,14 +3,16 @@
 It is: `StageState` (what the running micro-batch receives and which layers are active), the gate put
 on real layers and the stubs put in place of foreign modules. It is not: communication or scheduling.
 
-A foreign layer before this stage's range returns what the previous stage sent, in the structure the real
-layer would have returned. The gate on the last active layer raises `StageOutput`, which unwinds the user's
-step and carries that layer's output to the executor. The gate overrides `__call__` by a subclass made on the
-spot: names (FQNs) stay, and activation recomputation, which re-runs what is inside `__call__`, never meets it.
+A rank holds one or several virtual stages of the one module, and the executor says which of them runs. A layer before
+the running stage's range returns what the previous stage sent, in the structure the real layer would have returned.
+The gate on the last layer of the range raises `StageOutput`, which unwinds the user's step and carries that layer's
+output to the executor. Real layers are placed by a subclass made on the spot that overrides `__call__`: names (FQNs)
+stay, and activation recomputation, which re-runs what is inside `__call__`, never meets the gate.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -30,21 +32,37 @@ class StageOutput(BaseException):
 class StageState:
     """The moving parts one rank's gates and stubs share.
 
+    Layers are counted through the model; what runs before them counts as layer -1, what runs after them as layer
+    `num_layers`. So the ranges of all stages cover the model, and a stage runs layer i if lo <= i < hi.
+
+    Args:
+        chunks: for each virtual stage on this rank, its layers [lo, hi).
+        num_layers: length of the model's layer list.
+
     Attributes:
-        lo, hi: this stage's layers are [lo, hi) of the model's layer list.
-        is_first, is_last: position of the stage.
+        lo, hi: layers of the running stage.
         received: output of layer lo-1 as sent by the previous stage, for the running micro-batch.
-        in_layers: whether the running micro-batch has reached this stage's layers.
+        running: whether a stage runs at all; recomputation in a backward, for one, is not a run.
+        in_layers: whether the running micro-batch has reached the running stage's layers.
     """
 
-    def __init__(self, lo: int, hi: int, *, is_first: bool, is_last: bool) -> None:
-        self.lo, self.hi = lo, hi
-        self.is_first, self.is_last = is_first, is_last
+    def __init__(self, chunks: Mapping[int, tuple[int, int]], num_layers: int) -> None:
+        self._ranges = {
+            stage: (lo or -1, hi if hi < num_layers else num_layers + 1) for stage, (lo, hi) in chunks.items()
+        }
+        self.num_layers = num_layers
+        self.lo, self.hi = -1, num_layers + 1
         self.received: Any = None
         self.running = False
         self.in_layers = False
 
-    def begin(self, received: Any) -> None:
+    @property
+    def is_last(self) -> bool:
+        """Whether the running stage ends with the model."""
+        return self.hi > self.num_layers
+
+    def begin(self, stage: int, received: Any) -> None:
+        self.lo, self.hi = self._ranges[stage]
         self.received, self.running, self.in_layers = received, True, False
 
     def end(self) -> None:
@@ -61,18 +79,31 @@ class StageState:
         )
 
 
-def gate(layer: nn.Module, state: StageState) -> None:
-    """Make `layer`, the last of this stage, hand its output to the executor (in place, name unchanged)."""
-    cls = type(layer)
+def place(module: nn.Module, index: int, state: StageState, before: Foreign, after: Foreign) -> None:
+    """Make `module`, real on this rank, take part in its own stage only (in place, name unchanged).
 
-    def gated_call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    While another stage of the rank runs, it behaves as the stub that other stage would have in its place: `before` when
+    it comes before that stage's layers, else `after`. The last layer of its stage hands its output to the executor.
+
+    Args:
+        module: a layer, or a module before or after the layers.
+        index: its layer number, as `StageState` counts.
+        before, after: stubs for it; kept out of the module tree.
+    """
+    cls = type(module)
+
+    def placed_call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not state.running:
+            return cls.__call__(self, *args, **kwargs)
+        if not state.lo <= index < state.hi:
+            return (before if index < state.lo else after)(*args, **kwargs)
         output = cls.__call__(self, *args, **kwargs)
-        if state.running and not state.is_last:
+        if index == state.hi - 1 and not state.is_last:
             raise StageOutput(output)
         return output
 
-    gated = type(cls.__name__, (cls,), {"__call__": gated_call, "__module__": cls.__module__, "__doc__": cls.__doc__})
-    layer.__class__ = gated
+    names = {"__call__": placed_call, "__module__": cls.__module__, "__doc__": cls.__doc__}
+    module.__class__ = type(cls.__name__, (cls,), names)
 
 
 class Foreign(nn.Module):
@@ -111,7 +142,7 @@ class Foreign(nn.Module):
 
 
 class ForeignLayer(Foreign):
-    """A layer of an earlier stage: returns what the stage before this one sent."""
+    """A layer of an earlier stage: returns what the stage before the running one sent."""
 
     home = "an earlier stage"
 

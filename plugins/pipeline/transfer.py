@@ -1,7 +1,7 @@
-"""Moves activations forward and gradients backward between neighbouring stages.
+"""Moves activations and gradients between the ranks of neighbouring stages.
 
-It is: sends that do not block, receives posted early into reused buffers, and the one-time exchange of
-what an activation looks like. It is not: aware of schedules.
+It is: sends that do not block, receives into reused buffers, and the one-time exchange of what an activation looks
+like. It is not: aware of schedules; what is asked for when is the business of `routes.py`.
 
 Every pipeline rank of one data index loads the same batch, so sender and receiver know by themselves when the shapes
 of a micro-batch are new; only then does a description travel, and never again for the same shapes.
@@ -10,18 +10,22 @@ of a micro-batch are new; only then does a description travel, and never again f
 from __future__ import annotations
 
 import pickle
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from parallax.plugins.pipeline.routes import Message
 from parallax.strategies.comm import AxisComm, Work
-from parallax.strategies.tree import join_tensors, split_tensors
+from parallax.strategies.tree import join_tensors, split_tensors, tensors_of
 
 DESCRIPTION_BYTES = 1 << 16
 """Room for one pickled activation description."""
+
+
+Shape = tuple[tuple[int, ...], torch.dtype]
 
 
 @dataclass(frozen=True)
@@ -36,13 +40,9 @@ class Description:
         tensors, skeleton = split_tensors(value)
         return cls(tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in tensors), skeleton), tensors
 
-    @property
-    def carries_grad(self) -> list[int]:
-        return [i for i, (_, _, grad) in enumerate(self.tensors) if grad]
-
 
 class StageFailed(Exception):
-    """The stage before this one has met an error and sends no more activations; it says itself which."""
+    """A stage before this one has met an error and sends no more activations; it says itself which."""
 
 
 class Buffers:
@@ -50,135 +50,164 @@ class Buffers:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._free: dict[tuple[tuple[int, ...], torch.dtype], list[Tensor]] = {}
+        self._free: dict[Shape, list[Tensor]] = {}
+        self._used: set[Shape] = set()
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        self._used.add((shape, dtype))
         free = self._free.get((shape, dtype))
         return free.pop() if free else torch.empty(shape, dtype=dtype, device=self._device)
 
     def give(self, tensor: Tensor) -> None:
         self._free.setdefault((tuple(tensor.shape), tensor.dtype), []).append(tensor.detach())
 
-
-@dataclass
-class Incoming:
-    """Tensors on their way: `wait` returns them when they are there."""
-
-    tensors: list[Tensor]
-    works: list[Work]
-
-    def wait(self) -> list[Tensor]:
-        for work in self.works:
-            work.wait()
-        return self.tensors
+    def trim(self) -> None:
+        """Let go of buffers of shapes not taken since the last call, so that many different shapes do not pile up."""
+        self._free = {shape: free for shape, free in self._free.items() if shape in self._used}
+        self._used.clear()
 
 
 class Transfer:
-    """One rank's link to the stages before and after it.
+    """One rank's links to the ranks whose stages neighbour its own.
 
     Args:
-        forward: group activations travel on.
-        backward: group gradients travel on (the same ranks, a group of its own).
+        up: group on which messages travel to a rank of higher index.
+        down: the same ranks again, for messages to a rank of lower index. So between two ranks each group carries one
+            direction only, and no send waits behind one in the other direction.
         device: where received tensors live.
     """
 
-    def __init__(self, forward: AxisComm, backward: AxisComm, device: torch.device) -> None:
-        self.forward, self.backward = forward, backward
+    def __init__(self, up: AxisComm, down: AxisComm, device: torch.device) -> None:
+        self.comm, self._down = up, down
         self.buffers = Buffers(device)
         self._device = device
-        self._from_previous: dict[Hashable, Description] = {}
-        self._told_next: dict[Hashable, Description] = {}
+        self._known: dict[tuple[int, Hashable], Description] = {}
+        self._posted: dict[Message, tuple[list[Tensor], list[Work]]] = {}
         self._sending: list[tuple[Work, Tensor]] = []
 
-    # Activations
+    # Receiving
 
-    def send_activation(self, key: Hashable, value: Any) -> list[Tensor]:
-        """Send the stage's output to the next stage; returns its tensors. `key` identifies the input shapes."""
-        description, tensors = Description.of(value)
-        told = self._told_next.get(key)
-        if told is None:
-            box = _encode(description, self._device)
-            self._told_next[key] = description
-            self._post(self.forward, box, self.forward.index + 1)
-        elif told.tensors != description.tensors:
-            raise ValueError(
-                f"stage {self.forward.index} sent activations {told.tensors} and now {description.tensors} for inputs "
-                f"of the same shapes; a pipeline needs activation shapes to depend on input shapes only"
-            )
-        for tensor in tensors:
-            self._post(self.forward, tensor.detach().contiguous(), self.forward.index + 1)
-        return tensors
+    def post(self, message: Message, key: Hashable, *, early: bool) -> bool:
+        """Ask for `message`. Receives from one rank are asked for in the order in which that rank sends.
 
-    def send_nothing(self, key: Hashable) -> list[Tensor]:
-        """Keep the next stage from waiting for an output that this stage, having failed, cannot compute.
-
-        Zeros where it knows the shapes, else word of the failure (see `describe`). Returns what was sent.
-        """
-        told = self._told_next.get(key)
-        if told is None:
-            self._post(self.forward, _encode(None, self._device), self.forward.index + 1)
-            return []
-        zeros = [torch.zeros(s, dtype=d, device=self._device, requires_grad=grad) for s, d, grad in told.tensors]
-        for tensor in zeros:
-            self._post(self.forward, tensor.detach(), self.forward.index + 1)
-        return zeros
-
-    def expect_activation(self, key: Hashable) -> Incoming | None:
-        """Post the receives of one micro-batch; None when the description has yet to come (see `describe`)."""
-        description = self._from_previous.get(key)
-        if description is None:
-            return None
-        tensors = [self.buffers.take(shape, dtype) for shape, dtype, _ in description.tensors]
-        peer = self.forward.index - 1
-        return Incoming(tensors, [self.forward.irecv(t, peer) for t in tensors])
-
-    def describe(self, key: Hashable) -> None:
-        """Receive the description for inputs `key` (the first time they are seen).
+        Args:
+            key: identifies the input shapes of its micro-batch.
+            early: it is not needed yet. Then False says that its shapes are not known, and nothing was asked for.
 
         Raises:
-            StageFailed: the previous stage has failed and sends no activations for `key`.
+            StageFailed: the sender has met an error before it could say what it sends.
         """
-        if key not in self._from_previous:
-            box = torch.empty(DESCRIPTION_BYTES, dtype=torch.uint8, device=self._device)
-            self.forward.irecv(box, self.forward.index - 1).wait()
-            description = _decode(box)
-            if description is None:
-                raise StageFailed(f"pipeline stage {self.forward.index - 1}, before this one, has failed")
-            self._from_previous[key] = description
+        edge = (message.edge, key)
+        description = self._known.get(edge)
+        if description is None:
+            if early:
+                return False
+            if message.kind == "F":
+                description = self._describe(message, edge)
+        shapes = () if description is None else description.tensors
+        if message.kind == "B":
+            shapes = tuple(each for each in shapes if each[2])
+        tensors = [self.buffers.take(shape, dtype) for shape, dtype, _ in shapes]
+        comm = self._link(message)
+        self._posted[message] = tensors, [comm.irecv(t, message.source, _tag(message)) for t in tensors]
+        return True
 
-    def activation(self, key: Hashable, tensors: list[Tensor]) -> tuple[Any, list[Tensor]]:
-        """The received value in its structure, and the leaves whose gradients go back."""
-        description = self._from_previous[key]
+    def take(self, message: Message) -> list[Tensor]:
+        """The tensors of a message asked for before, once they are here."""
+        tensors, works = self._posted.pop(message)
+        for work in works:
+            work.wait()
+        return tensors
+
+    def give(self, tensors: Iterable[Tensor]) -> None:
+        """Tensors of received messages that nothing reads any more: their memory is for the next ones."""
+        leaving = addresses([tensor for _, tensor in self._sending])
+        for tensor in tensors:
+            if tensor.untyped_storage().data_ptr() not in leaving:  # a stage may pass on what it got
+                self.buffers.give(tensor)
+
+    def _describe(self, message: Message, edge: tuple[int, Hashable]) -> Description:
+        box = torch.empty(DESCRIPTION_BYTES, dtype=torch.uint8, device=self._device)
+        self._link(message).irecv(box, message.source, _tag(message)).wait()
+        description = _decode(box)
+        if description is None:
+            self._posted[message] = [], []
+            raise StageFailed(f"pipeline stage {message.stage} on rank {self.comm.ranks[message.source]} has failed")
+        self._known[edge] = description
+        return description
+
+    def unpack(self, edge: int, key: Hashable, tensors: list[Tensor]) -> tuple[Any, list[Tensor]]:
+        """An activation in its structure, and its leaves whose gradients go back (none without autograd)."""
+        description = self._known[edge, key]
         leaves = []
         for tensor, (_, _, grad) in zip(tensors, description.tensors, strict=True):
             leaves.append(tensor.detach().requires_grad_(grad and torch.is_grad_enabled()))
-        wanted = [leaves[i] for i in description.carries_grad] if torch.is_grad_enabled() else []
-        return join_tensors(leaves, description.skeleton), wanted
+        return join_tensors(leaves, description.skeleton), [leaf for leaf in leaves if leaf.requires_grad]
 
-    # Gradients
+    # Sending
 
-    def send_gradients(self, leaves: list[Tensor]) -> None:
-        for leaf in leaves:
-            grad = leaf.grad if leaf.grad is not None else torch.zeros_like(leaf)
-            self._post(self.backward, grad.contiguous(), self.backward.index - 1)
-            leaf.grad = None
+    def pack(self, message: Message, key: Hashable, value: Any) -> list[Tensor]:
+        """The tensors of an activation. Where its receiver cannot know what they look like, it is told."""
+        description, tensors = Description.of(value)
+        known = self._known.get((message.edge, key))
+        if known is None:
+            self._known[message.edge, key] = description
+            if message.target != message.source:
+                self._send(message, _encode(description, self._device))
+        elif known.tensors != description.tensors:
+            raise ValueError(
+                f"stage {message.stage} sent activations {known.tensors} and now {description.tensors} for inputs "
+                f"of the same shapes; a pipeline needs activation shapes to depend on input shapes only"
+            )
+        return tensors
 
-    def expect_gradients(self, outputs: list[Tensor]) -> Incoming:
-        tensors = [self.buffers.take(tuple(o.shape), o.dtype) for o in outputs]
-        return Incoming(tensors, [self.backward.irecv(t, self.backward.index + 1) for t in tensors])
-
-    # Sends in flight
-
-    def _post(self, comm: AxisComm, tensor: Tensor, peer: int) -> None:
+    def send(self, message: Message, tensors: Sequence[Tensor]) -> None:
+        """Send without waiting; the tensors are held until they are gone."""
         # Sends that are done let go of their tensors now, so that memory follows the schedule, not the step.
         self._sending = [(work, held) for work, held in self._sending if not work.is_completed()]
-        self._sending.append((comm.isend(tensor, peer), tensor))
+        for tensor in tensors:
+            self._send(message, tensor.detach().contiguous())
 
-    def drain(self) -> None:
-        """Wait for every send of the step; the tensors are held until then."""
+    def send_nothing(self, message: Message, key: Hashable) -> None:
+        """Keep the target from waiting for an activation that this rank, having failed, cannot compute.
+
+        Zeros where the target knows the shapes, else word of the failure.
+        """
+        known = self._known.get((message.edge, key))
+        if known is None:
+            self._send(message, _encode(None, self._device))
+        else:
+            self.send(message, [torch.zeros(s, dtype=d, device=self._device) for s, d, _ in known.tensors])
+
+    def send_no_gradients(self, message: Message, key: Hashable) -> None:
+        """The same for gradients. Where it knows no shapes the target waits for none."""
+        known = self._known.get((message.edge, key))
+        shapes = [] if known is None else [(s, d) for s, d, grad in known.tensors if grad]
+        self.send(message, [torch.zeros(s, dtype=d, device=self._device) for s, d in shapes])
+
+    def finish(self) -> None:
+        """Wait for every send; the tensors are held until then. Buffers nobody used since the last time go."""
         for work, _ in self._sending:
             work.wait()
         self._sending.clear()
+        self._posted.clear()
+        self.buffers.trim()
+
+    def _send(self, message: Message, tensor: Tensor) -> None:
+        self._sending.append((self._link(message).isend(tensor, message.target, _tag(message)), tensor))
+
+    def _link(self, message: Message) -> AxisComm:
+        return self.comm if message.source < message.target else self._down
+
+
+def addresses(value: Any) -> set[int]:
+    """Where the memory of all tensors in `value` begins."""
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors_of(value)}
+
+
+def _tag(message: Message) -> int:
+    """Different for all messages in flight between two ranks; a group that ignores it carries them in order."""
+    return message.microbatch << 12 | message.stage << 1 | (message.kind == "B")
 
 
 def _encode(description: Description | None, device: torch.device) -> Tensor:

@@ -99,6 +99,7 @@ def cut(build: Any, stage: int, stages: int = 2) -> tuple[Any, PipelineParallel]
     plugin = PipelineParallel()
     plugin.check(layout, model)
     plugin.apply(model, mesh=Mesh.build(layout, stage, groups=False), layout=layout)
+    plugin.finish(model)
     return model, plugin
 
 
@@ -129,7 +130,7 @@ def test_stages_in_one_process_give_the_whole_models_output(build: Any) -> None:
     for stage in range(4):
         model, plugin = cut(build, stage, 4)
         model.model.load_state_dict(reference.state_dict(), strict=False)
-        plugin._state.begin(received)
+        plugin._state.begin(stage, received)
         try:
             got = logits(model.model.eval()(ids))
             assert stage == 3
@@ -165,7 +166,7 @@ class Reused(nn.Module):
 
 def test_a_module_on_the_wrong_stage_says_so() -> None:
     model, plugin = cut(Reused, 1)
-    plugin._state.begin(torch.zeros(1, 2, 4))
+    plugin._state.begin(1, torch.zeros(1, 2, 4))
     with pytest.raises(ValueError, match="'model.head' is registered before the layers.*pp_plan"):
         model.model(torch.zeros(1, 2, dtype=torch.long))
 
