@@ -148,7 +148,7 @@ class Executor:
                     self._backward(run, way)
         if self._transfer is not None:
             self._transfer.finish()
-            self._compare(self._transfer, training=loss_of is not None)
+            self._compare(self._transfer, route, training=loss_of is not None)
         return run.outputs
 
     def _post(self, run: _Run, at: int) -> None:
@@ -184,7 +184,7 @@ class Executor:
                 raise
             self._failure = self._failure or error
 
-    def _compare(self, transfer: Transfer, *, training: bool) -> None:
+    def _compare(self, transfer: Transfer, route: Route, *, training: bool) -> None:
         """Raise this rank's failure; in the first run of a kind (collective) also what another rank has met."""
         mine = self._failure
         if training in self._compared:
@@ -204,7 +204,9 @@ class Executor:
             raise mine
         if refusal:
             raise ValueError(text) from mine
-        raise CommError(f"pipeline rank {index} (rank {transfer.comm.ranks[index]}) failed: {text}")
+        stages = [str(stage) for stage, at in enumerate(route.placement) if at == index]
+        who = f"pipeline stage{'s' if len(stages) > 1 else ''} {', '.join(stages)} (rank {transfer.comm.ranks[index]})"
+        raise CommError(f"{who} failed: {text}")
 
     # Forward
 
