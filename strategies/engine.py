@@ -272,8 +272,8 @@ class Engine:
                 lists = make_lists(self._schedule, ranks, count, layout.stages_per_rank, name=layout.schedule)
             if placement(lists) != self._placement:
                 raise ValueError(
-                    f"schedule {layout.schedule!r} puts the stages on ranks {placement(lists)} for {count} micro-batches "
-                    f"but the model was cut for {self._placement}; a schedule must place them alike for every number"
+                    f"schedule {layout.schedule!r} puts the stages on ranks {placement(lists)} for {count} micro-"
+                    f"batches, but the model was cut for {self._placement}; a schedule must place them alike for all"
                 )
             self._routes[key] = route(lists, self._placement, self.mesh.index("pp"))
         return self._routes[key]

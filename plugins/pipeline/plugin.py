@@ -75,8 +75,8 @@ class PipelineParallel(ParallelPlugin):
         if splits_backward(lists) and layout.zero_stage == 3:
             raise ValueError(
                 f"schedule {layout.schedule!r} computes gradients of weights after those of inputs, but zero_stage 3 "
-                f"lets go of a layer's weights as soon as its backward is over, and torch takes no gradient for a weight "
-                f"that is not there; use zero_stage 2 or less, or a schedule of whole backwards such as 1f1b"
+                f"lets go of a layer's weights as soon as its backward is over, and torch takes no gradient for a "
+                f"weight that is not there; use zero_stage 2 or less, or a schedule of whole backwards such as 1f1b"
             )
         self.placement = placement(lists)
 
