@@ -67,7 +67,8 @@ class Mesh:
     Attributes:
         layout: the resolved layout (data_parallel_size known).
         rank: global rank of this process.
-        comms: one `AxisComm` per name in `VIEWS`, plus "cp_inner", "cp_outer", "ep", "edp", "pp_back" and "tie",
+        comms: one `AxisComm` per name in `VIEWS`, plus "tp_run2" and the like, "cp_inner", "cp_outer", "ep", "edp",
+            "pp_back" and "tie",
             plus "control": a gloo group over the world for small messages on the CPU (errors, object broadcasts).
         ledger: the counter behind all of them.
     """
@@ -184,7 +185,26 @@ def partition(view: Sequence[str], sizes: Mapping[str, int]) -> list[tuple[int, 
 
 def _further_partitions(layout: Layout) -> dict[str, list[tuple[int, ...]]]:
     """Groups that are not slices along axes, in the order they are made."""
-    return {**context_partitions(layout), **expert_partitions(layout), **pipeline_partitions(layout)}
+    return {
+        **tensor_partitions(layout),
+        **context_partitions(layout),
+        **expert_partitions(layout),
+        **pipeline_partitions(layout),
+    }
+
+
+def tensor_partitions(layout: Layout) -> dict[str, list[tuple[int, ...]]]:
+    """The groups "tp_run2", ...: runs of that many neighbours in "tp", for every proper divisor of its size.
+
+    A run shares a key-value head when a model has fewer of them than "tp" has ranks.
+    """
+    size = layout.tensor_parallel_size
+    lines = partition(("tp",), layout.axis_sizes())
+    return {
+        f"tp_run{run}": sorted(tp[i : i + run] for tp in lines for i in range(0, size, run))
+        for run in range(2, size)
+        if size % run == 0
+    }
 
 
 def context_partitions(layout: Layout) -> dict[str, list[tuple[int, ...]]]:

@@ -1,33 +1,137 @@
-"""Plans for well-known models that carry none of their own.
+"""Plans for well-known models that carry none for their layers, or one that sends more than it need.
 
 It is: a table keyed by `config.model_type`, in the words of `styles.py`, relative to the base model (what
 `base_model_prefix` names; `LM_HEAD` is relative to the model around it). Entries that match nothing in a
-given variant are left out. It is not: the place for models that carry a plan.
+given variant are left out. They go before what transformers' class carries; the user's own plan goes before them.
+It is not: the place for models that carry a good plan.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
+from typing import Any
 
-GPT2 = {
-    # c_attn is one Conv1D for query, key and value, split by `split_size` in the forward
-    "h.*.attn.c_attn": "packed_colwise(3)",
-    "h.*.attn.c_proj": "rowwise",
-    "h.*.attn.split_size": "local_size",
-    "h.*.attn.num_heads": "local_size",
-    # present only with `add_cross_attention`: key and value are fused, the query is apart
-    "h.*.crossattention.c_attn": "packed_colwise(2)",
-    "h.*.crossattention.q_attn": "colwise",
-    "h.*.crossattention.c_proj": "rowwise",
-    "h.*.crossattention.split_size": "local_size",
-    "h.*.crossattention.num_heads": "local_size",
-    "h.*.mlp.c_fc": "colwise",
-    "h.*.mlp.c_proj": "rowwise",
-}
+Plan = dict[str, str]
 
-KNOWN_PLANS: Mapping[str, Mapping[str, str]] = MappingProxyType({"gpt2": GPT2})
-"""model_type -> plan of the base model."""
+
+def _gpt2(config: Any) -> Plan:
+    return {
+        # c_attn is one Conv1D for query, key and value, split by `split_size` in the forward
+        "h.*.attn.c_attn": "packed_colwise(3)",
+        "h.*.attn.c_proj": "rowwise",
+        "h.*.attn.split_size": "local_size",
+        "h.*.attn.num_heads": "local_size",
+        # present only with `add_cross_attention`: key and value are fused, the query is apart
+        "h.*.crossattention.c_attn": "packed_colwise(2)",
+        "h.*.crossattention.q_attn": "colwise",
+        "h.*.crossattention.c_proj": "rowwise",
+        "h.*.crossattention.split_size": "local_size",
+        "h.*.crossattention.num_heads": "local_size",
+        "h.*.mlp.c_fc": "colwise",
+        "h.*.mlp.c_proj": "rowwise",
+    }
+
+
+def _bloom(config: Any) -> Plan:
+    return {
+        # query, key and value are interleaved head by head, so whole heads are consecutive
+        "h.*.self_attention.query_key_value": "colwise",
+        "h.*.self_attention.dense": "rowwise",
+        "h.*.self_attention.num_heads": "local_size",
+        "h.*.self_attention.alibi": "local_heads",
+        "h.*.mlp.dense_h_to_4h": "colwise",
+        "h.*.mlp.dense_4h_to_h": "rowwise",
+    }
+
+
+def _falcon(config: Any) -> Plan:
+    if config.multi_query and not config.new_decoder_architecture:
+        return {
+            "h.*.self_attention.query_key_value": "refused: one key-value head (multi_query=True) is fused with "
+            f"{config.num_attention_heads} query heads in one matrix",
+        }
+    return _bloom(config) | {
+        # interleaved too, by groups of query heads that share a key and a value
+        "h.*.self_attention.num_kv_heads": "local_size",
+        "h.*.self_attention.attention_mask": "local_heads",  # holds the ALiBi of every head
+    }
+
+
+def _opt(config: Any) -> Plan:
+    return {
+        **{f"decoder.layers.*.self_attn.{n}_proj": "colwise" for n in "qkv"},
+        "decoder.layers.*.self_attn.out_proj": "rowwise",
+        "decoder.layers.*.self_attn.num_heads": "local_size",
+        "decoder.layers.*.fc1": "colwise",
+        "decoder.layers.*.fc2": "rowwise",
+    }
+
+
+def _attention(*names: str) -> Plan:
+    """Separate projections, whose forward counts heads from the width it meets."""
+    return {
+        **{f"layers.*.self_attn.{n}_proj": "colwise" for n in "qkv"},
+        "layers.*.self_attn.o_proj": "rowwise",
+        **{f"layers.*.self_attn.{name}": "local_size" for name in names},
+    }
+
+
+def _gated_mlp(name: str = "mlp") -> Plan:
+    return {
+        f"layers.*.{name}.gate_proj": "colwise",
+        f"layers.*.{name}.up_proj": "colwise",
+        f"layers.*.{name}.down_proj": "rowwise",
+    }
+
+
+def _fused_mlp(config: Any) -> Plan:
+    """Gate and up in one matrix, halved in the forward: each half is cut, and nothing gathered in between."""
+    return {"layers.*.mlp.gate_up_proj": "packed_colwise", "layers.*.mlp.down_proj": "rowwise"}
+
+
+def _stablelm(config: Any) -> Plan:
+    plan = _attention("num_heads", "num_key_value_heads") | _gated_mlp()
+    if config.qk_layernorm:
+        return plan | {"layers.*.self_attn.q_layernorm": "refused: qk_layernorm=True has one norm module per head"}
+    return plan
+
+
+def _phi3(config: Any) -> Plan:
+    heads, shared = config.num_attention_heads, config.num_key_value_heads
+    return {
+        "layers.*.self_attn.qkv_proj": f"packed_colwise({heads},{shared},{shared})",
+        "layers.*.self_attn.config.num_attention_heads": "local_size",
+        "layers.*.self_attn.num_key_value_heads": "local_size",
+        "layers.*.self_attn.o_proj": "rowwise",
+        **_fused_mlp(config),
+    }
+
+
+def _gpt_oss(config: Any) -> Plan:
+    return _attention() | {"layers.*.self_attn.sinks": "colwise"}
+
+
+def _hunyuan(config: Any) -> Plan:
+    norms = ("query_layernorm", "key_layernorm")
+    return _attention() | _gated_mlp() | {f"layers.*.self_attn.{n}": "replicated_with_grad_allreduce" for n in norms}
+
+
+KNOWN_PLANS: Mapping[str, Callable[[Any], Plan]] = MappingProxyType(
+    {
+        "gpt2": _gpt2,
+        "bloom": _bloom,
+        "falcon": _falcon,
+        "opt": _opt,
+        "stablelm": _stablelm,
+        "phi3": _phi3,
+        "glm": _fused_mlp,
+        "glm4": _fused_mlp,
+        "gpt_oss": _gpt_oss,
+        "hunyuan_v1_dense": _hunyuan,
+    }
+)
+"""model_type -> plan of the base model, from its config."""
 
 LM_HEAD: Mapping[str, str] = MappingProxyType({"lm_head": "colwise_gather_output"})
 """Plan of a language-model head around any known base model."""

@@ -14,6 +14,7 @@ in nothing and get exactly zero gradients.
 from __future__ import annotations
 
 from functools import cache
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -21,12 +22,12 @@ from torch.nn import functional as F
 
 from parallax.plugins.tensor.functions import (
     SharedInput,
+    copy_to_region,
     gather_last_dim,
     reduce_from_region,
     split_last_dim,
 )
 from parallax.plugins.tensor.logits_ops import head_output
-from parallax.plugins.tensor.shards import conv1d_type
 from parallax.plugins.tensor.styles import Kind, Style
 from parallax.strategies.comm import AxisComm
 
@@ -93,13 +94,10 @@ class RowParallelLinear(Row, nn.Linear):
 
 
 @cache
-def _conv1d_class(kind: Kind) -> type[nn.Module]:
-    """The column or row version of transformers' `Conv1D` (weight [in, out]), made only when that is in use."""
-    base = conv1d_type()
-    assert base is not None
-    if kind is Kind.COLUMN:
-        return type("ColumnParallelConv1D", (Column, base), {})
-    return type("RowParallelConv1D", (Row, base), {})
+def _class_on(base: type, kind: Kind) -> type[nn.Module]:
+    """The column or row version of transformers' `Conv1D` (weight [in, out]) or of its own linears."""
+    mixin = Column if kind is Kind.COLUMN else Row
+    return type(f"{mixin.__name__}Parallel{base.__name__}", (mixin, base), {})
 
 
 class VocabParallelEmbedding(nn.Embedding):
@@ -126,6 +124,32 @@ class VocabParallelEmbedding(nn.Embedding):
         return index - self.start if index is not None and self.start <= index < self.stop else None
 
 
+class WidthParallelEmbedding(nn.Embedding):
+    """`nn.Embedding` with this rank's part of every vector, padded to equal length: ids -> [..., width], gathered."""
+
+    comm: AxisComm
+    width: int
+
+    def forward(self, input: Tensor) -> Tensor:
+        return gather_last_dim(F.embedding(input, self.weight, self.padding_idx), self.comm, self.width)
+
+
+class LatentKeys(nn.Linear):
+    """The whole `kv_a_proj` of multi-head latent attention (DeepSeek-AI 2024, "DeepSeek-V2", section 2.1).
+
+    Its last features are the rotary keys, which all heads share: on each rank only this rank's heads read them, so
+    they enter the region here. The rest enters it where the next projection does.
+    """
+
+    comm: AxisComm
+    rotary: int
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        latent, rotary = out.split([out.shape[-1] - self.rotary, self.rotary], dim=-1)
+        return torch.cat([latent, copy_to_region(rotary, self.comm)], dim=-1)
+
+
 @cache
 def _embedding_class(base: type) -> type[nn.Module]:
     """`VocabParallelEmbedding`, below the forward of `base` when that is a scaled embedding."""
@@ -134,14 +158,48 @@ def _embedding_class(base: type) -> type[nn.Module]:
     return type(f"VocabParallel{base.__name__}", (base, VocabParallelEmbedding), {})
 
 
-def become_column(module: nn.Module, style: Style, entry: SharedInput, member: int, *, is_head: bool = False) -> None:
+@cache
+def _width_class(base: type) -> type[nn.Module]:
+    """`WidthParallelEmbedding`, likewise."""
+    if base is nn.Embedding:
+        return WidthParallelEmbedding
+    return type(f"WidthParallel{base.__name__}", (base, WidthParallelEmbedding), {})
+
+
+def become_width_parallel(module: nn.Module, comm: AxisComm) -> None:
+    """Turn an embedding whose weight is already local along its vectors into one that gathers them."""
+    width, base = int(module.embedding_dim), cast(type, type(module))  # type: ignore[arg-type]
+    module.__class__ = _width_class(base)
+    module.comm, module.width = comm, width  # type: ignore[assignment]
+
+
+def become_mla_keys(module: nn.Module, comm: AxisComm, rotary: int) -> None:
+    """Let the last `rotary` features of a whole linear enter the region."""
+    module.__class__ = LatentKeys
+    module.comm, module.rotary = comm, rotary  # type: ignore[assignment]
+
+
+def sum_output(module: nn.Module, comm: AxisComm) -> None:
+    """Sum the output of `module`, partial on every rank."""
+    module.register_forward_hook(lambda module, args, out: reduce_from_region(out.clone(), comm))
+
+
+def become_column(
+    module: nn.Module,
+    style: Style,
+    entry: SharedInput,
+    member: int,
+    *,
+    is_head: bool = False,
+    copies: int = 1,
+) -> None:
     """Turn a linear whose parameters are already local into a column-parallel one."""
     comm = entry.comm
     width = "out_features" if isinstance(module, nn.Linear) else "nf"
     whole = int(getattr(module, width))
     _set_class(module, Kind.COLUMN)
     if not style.whole_outside:
-        setattr(module, width, whole // comm.size)
+        setattr(module, width, whole * copies // comm.size)
     for name, value in (
         ("comm", comm),
         ("entry", entry),
@@ -172,7 +230,8 @@ def become_vocab_parallel(module: nn.Module, comm: AxisComm, rows: tuple[int, in
 
 
 def _set_class(module: nn.Module, kind: Kind) -> None:
-    if type(module) is nn.Linear:
+    base: type = type(module)
+    if base is nn.Linear:
         module.__class__ = ColumnParallelLinear if kind is Kind.COLUMN else RowParallelLinear
-        return
-    module.__class__ = _conv1d_class(kind)
+    else:
+        module.__class__ = _class_on(base, kind)

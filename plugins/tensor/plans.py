@@ -5,13 +5,15 @@ the table of known models, input embeddings), their resolution to FQNs, and the 
 It is not: what a style means (`styles.py`) or how it is carried out (`plugin.py`).
 
 Patterns are FQNs relative to the module that carries the plan; `*` stands for one path component. When several
-rules name one module, the first of this order decides: the plugin's own plan, then `tp_plan` attributes from
-the outermost module inwards, then the table of known models, then the input embedding of a Hugging Face model
-(cut over the vocabulary even where its plan does not say so, as Megatron-LM does).
+rules name one module, the first of this order decides: the plugin's own plan, then `tp_plan` attributes of the user's
+modules from the outermost inwards, then the table of known models, then the plans of Hugging Face models, then what
+follows from the rest: the input embedding of a Hugging Face model (cut over the vocabulary even where its plan does not
+say so, as Megatron-LM does), and activations with parameters of their own between a column and a row layer.
 """
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -21,8 +23,9 @@ from typing import Any
 
 from torch import nn
 
+from parallax.plugins.tensor.attributes import CONFIG, read_size
 from parallax.plugins.tensor.known import KNOWN_PLANS, LM_HEAD
-from parallax.plugins.tensor.shards import is_embedding
+from parallax.plugins.tensor.shards import is_embedding, is_linear
 from parallax.plugins.tensor.styles import Kind, Style, is_expert_word, parse_style
 
 HOW_TO = (
@@ -58,11 +61,21 @@ def _matcher(pattern: str) -> re.Pattern[str]:
 
 @dataclass(frozen=True)
 class Target:
-    """A module (or, for `Kind.LOCAL_SIZE`, an integer attribute of it) and what is done to it."""
+    """A module (or a parameter, an integer attribute or an argument of it) and what is done to it.
+
+    Attributes:
+        fqn: of the module; where `part` is named, its own name follows.
+        module: what the plan names, or the module that has it.
+        style: what is done.
+        part: the parameter, attribute or argument; empty for the module itself.
+        copies: ranks that share each part of the cut dim (`heads.py`).
+    """
 
     fqn: str
     module: nn.Module
     style: Style
+    part: str = ""
+    copies: int = 1
 
 
 def hf_type() -> type[nn.Module] | None:
@@ -93,6 +106,7 @@ def collect_rules(model: nn.Module, plan: Mapping[str, str] | None = None) -> li
         ValueError: there is no plan at all, or a Hugging Face model has none for its layers.
     """
     rules = [Rule(p, s, "the tp_plan given to the strategy", True) for p, s in (plan or {}).items()]
+    carried_by_hf: list[Rule] = []
     base = hf_type()
     for fqn, module in model.named_modules():
         carried = getattr(module, "tp_plan", None)
@@ -102,9 +116,11 @@ def collect_rules(model: nn.Module, plan: Mapping[str, str] | None = None) -> li
         if not isinstance(carried, Mapping) or not all(isinstance(w, str) for w in carried.values()):
             raise ValueError(f"{owner} must be a dict of FQN pattern -> style word, got {carried!r}")
         strict = base is None or not isinstance(module, base)
-        rules += [Rule(_join(fqn, p), s, owner, strict) for p, s in carried.items()]
+        found = [Rule(_join(fqn, p), s, owner, strict) for p, s in carried.items()]
+        (rules if strict else carried_by_hf).extend(found)
+    rules += [rule for fqn, module in hf_models(model) for rule in _known_rules(fqn, module)]
+    rules += carried_by_hf
     for fqn, module in hf_models(model):
-        rules += _known_rules(fqn, module)
         rules += _embedding_rules(model, module)
         if not any(_cuts_layers(rule) and (rule.strict or _below(fqn, rule.pattern)) for rule in rules):
             raise ValueError(
@@ -116,7 +132,9 @@ def collect_rules(model: nn.Module, plan: Mapping[str, str] | None = None) -> li
 
 
 def _known_rules(fqn: str, module: nn.Module) -> list[Rule]:
-    plan = KNOWN_PLANS.get(str(getattr(getattr(module, "config", None), "model_type", None)), {})
+    config: Any = getattr(module, "config", None)
+    make = KNOWN_PLANS.get(str(getattr(config, "model_type", None)))
+    plan = make(config) if make is not None else {}
     prefix = str(getattr(module, "base_model_prefix", ""))
     base = _join(fqn, prefix) if prefix and hasattr(module, prefix) else fqn
     source = f"the known plan of {type(module).__name__}"
@@ -187,59 +205,74 @@ def resolve(model: nn.Module, rules: list[Rule], *, complete: bool) -> dict[str,
         complete: whether `model` is whole. Once a pipeline has cut it, rules may name nothing here.
 
     Raises:
-        ValueError: a word that is not implemented, a strict rule that names nothing, or a rule that names a
-            bare parameter.
+        ValueError: a word that is not implemented, or a strict rule that names nothing.
     """
-    modules = {fqn: module for fqn, module in model.named_modules(remove_duplicate=False) if fqn}
-    params = {fqn for fqn, _ in model.named_parameters(remove_duplicate=False)}
-    targets: dict[str, Target] = {}
+    modules = dict(model.named_modules(remove_duplicate=False))
     experts = {fqn for rule in rules if is_expert_word(rule.style) for fqn in modules if rule.names(fqn)}
+    targets: dict[str, Target] = {}
     for rule in rules:
         if is_expert_word(rule.style):  # the expert plugin's work
             continue
-        hits = list(_hits(rule, model, modules))
-        bare = sorted(p for p in params if rule.names(p) and p.rpartition(".")[0] not in experts)
-        if not (hits or bare):
-            if any(rule.names(p) for p in params):
-                continue
-            if rule.strict and complete:
-                raise ValueError(
-                    f"{rule.source} names {rule.pattern!r}, which matches nothing in {type(model).__name__}"
-                )
-            continue
-        style = parse_style(rule.style, rule.pattern)
-        if bare:
-            raise ValueError(
-                f"{rule.source} gives style {rule.style!r} to {bare[0]!r}, a parameter by itself, which is not "
-                "implemented; name the module it is in"
-            )
-        for fqn, module in hits:
-            if not is_foreign(module):
-                targets.setdefault(fqn, Target(fqn, module, style))
+        hits = list(_hits(rule, modules))
+        if not hits and rule.strict and complete:
+            raise ValueError(f"{rule.source} names {rule.pattern!r}, which matches nothing in {type(model).__name__}")
+        style = parse_style(rule.style, rule.pattern) if hits else None
+        for fqn, part in hits:
+            if style is not None and not is_foreign(modules[fqn]) and not (part and fqn in experts):
+                name = _join(fqn, part) if part else fqn
+                targets.setdefault(name, Target(name, modules[fqn], style, part))
     _follow_ties(modules, targets)
+    _follow_activations(modules, targets)
     return targets
 
 
-def _hits(rule: Rule, model: nn.Module, modules: dict[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    if rule.style != "local_size":
-        yield from ((fqn, module) for fqn, module in modules.items() if rule.names(fqn))
-        return
-    name = rule.pattern.rpartition(".")[2]
-    for fqn, module in [("", model), *modules.items()]:
-        if rule.names(_join(fqn, name)) and (is_foreign(module) or isinstance(getattr(module, name, None), int)):
-            yield _join(fqn, name), module
+def _hits(rule: Rule, modules: dict[str, nn.Module]) -> Iterator[tuple[str, str]]:
+    """(FQN of a module, name of the part of it that the rule is about) for everything the rule names."""
+    if rule.style == "local_size":
+        path = ".".join(rule.pattern.split(".")[-2 if f".{CONFIG}" in f".{rule.pattern}" else -1 :])
+        for fqn, module in modules.items():
+            if rule.names(_join(fqn, path)) and (is_foreign(module) or read_size(module, path) is not None):
+                yield fqn, path
+    elif rule.style == "local_heads":
+        argument = rule.pattern.rpartition(".")[2]
+        for fqn, module in modules.items():
+            if rule.names(_join(fqn, argument)) and (is_foreign(module) or _takes(module, argument)):
+                yield fqn, argument
+    else:
+        for fqn, module in modules.items():
+            if fqn and rule.names(fqn):
+                yield fqn, ""
+            yield from ((fqn, name) for name in module._parameters if rule.names(_join(fqn, name)))
+
+
+def _takes(module: nn.Module, argument: str) -> bool:
+    return argument in inspect.signature(type(module).forward).parameters
+
+
+def _follow_activations(modules: dict[str, nn.Module], targets: dict[str, Target]) -> None:
+    """Activations with parameters (PReLU, xIELU) between a column and a row layer of one parent see a part only."""
+    regions: dict[str, set[Kind]] = {}
+    for target in targets.values():
+        if target.style.kind in (Kind.COLUMN, Kind.ROW) and not target.style.whole_outside and not target.part:
+            regions.setdefault(target.fqn.rpartition(".")[0], set()).add(target.style.kind)
+    for fqn, module in modules.items():
+        inside = regions.get(fqn.rpartition(".")[0], set()) == {Kind.COLUMN, Kind.ROW}
+        known = type(module).__module__ in ("transformers.activations", "torch.nn.modules.activation")
+        if inside and known and fqn not in targets and module._parameters:
+            targets[fqn] = Target(fqn, module, parse_style("replicated_with_grad_allreduce", fqn))
 
 
 def _follow_ties(modules: dict[str, nn.Module], targets: dict[str, Target]) -> None:
     """Give every other owner of a vocabulary-cut weight the matching style: embedding <-> head."""
-    tied = {id(weight): t for t in targets.values() if t.style.pads and (weight := _weight(t.module)) is not None}
+    cut = [t for t in targets.values() if t.style.pads and t.style.kind is not Kind.EMBEDDING_WIDTH and not t.part]
+    tied = {id(weight): t for t in cut if (weight := _weight(t.module)) is not None}
     for fqn, module in modules.items():
         first = tied.get(id(_weight(module)))
         if first is None or fqn in targets or module is first.module:
             continue
         if is_embedding(type(module)):
             targets[fqn] = Target(fqn, module, parse_style("embedding_rowwise", fqn))
-        elif type(module) is nn.Linear:
+        elif is_linear(type(module)):
             targets[fqn] = Target(fqn, module, parse_style("colwise_gather_output", fqn))
 
 

@@ -18,24 +18,34 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from parallax.plugins.base import ParallelPlugin, ParamShard
 from parallax.plugins.tensor.agreement import require_agreement
-from parallax.plugins.tensor.checks import conditions, require_divisible
+from parallax.plugins.tensor.attributes import cut_argument, read_size, write_size
+from parallax.plugins.tensor.checks import conditions, refuse_unfit, require_divisible
 from parallax.plugins.tensor.functions import SharedInput
-from parallax.plugins.tensor.layers import become_column, become_row, become_vocab_parallel
+from parallax.plugins.tensor.gradients import GradientSums
+from parallax.plugins.tensor.heads import head_count, regroup, rotary_width, with_copies
+from parallax.plugins.tensor.layers import (
+    become_column,
+    become_mla_keys,
+    become_row,
+    become_vocab_parallel,
+    become_width_parallel,
+    sum_output,
+)
 from parallax.plugins.tensor.logits import whole
 from parallax.plugins.tensor.plans import Target, collect_rules, resolve, vocabularies, vocabulary_heads
-from parallax.plugins.tensor.shards import module_shards, vocabulary
-from parallax.plugins.tensor.styles import Kind
+from parallax.plugins.tensor.shards import module_shards, parameter_shard, vocabulary
+from parallax.plugins.tensor.styles import CUTTING, Kind
 from parallax.strategies.comm import AxisComm
 from parallax.strategies.layout import Layout
 from parallax.strategies.mesh import Mesh
 from parallax.strategies.tree import map_tensors
 
-_CUTTING = (Kind.COLUMN, Kind.ROW, Kind.EMBEDDING)
+_NUMBERS = (Kind.LOCAL_SIZE, Kind.LOCAL_HEADS)
+"""Kinds that need no parameters."""
 
 
 class TensorParallel(ParallelPlugin):
@@ -52,7 +62,7 @@ class TensorParallel(ParallelPlugin):
     def __init__(self, plan: Mapping[str, str] | None = None) -> None:
         self._plan = dict(plan or {})
         self._shards: dict[str, ParamShard] = {}
-        self._summed: list[str] = []
+        self._sums = GradientSums()
         self._agreed = False
         self._vocabularies: set[int] = set()
         self._report: dict[str, str] = {}
@@ -68,29 +78,36 @@ class TensorParallel(ParallelPlugin):
             return
         targets = resolve(model, collect_rules(model, self._plan), complete=True)
         for target in targets.values():
-            _refuse_embedding_options(target)
+            refuse_unfit(model, target)
         require_divisible(conditions(model, targets.values()), size)
-        shard_parameters(model, targets, size, 0)
+        shard_parameters(model, with_copies(model, targets, size), size, 0)
         self._vocabularies = vocabularies(targets.values())
 
     def apply(self, model: nn.Module, *, mesh: Mesh, layout: Layout) -> None:
         """Replace what the plan names by this rank's part; FQNs, ties, hooks and `requires_grad` stay."""
         comm = mesh["tp"]
         found = resolve(model, collect_rules(model, self._plan), complete=False)
-        targets = {fqn: t for fqn, t in found.items() if t.style.kind is Kind.LOCAL_SIZE or _holds_parameters(t)}
+        targets = {fqn: t for fqn, t in found.items() if t.style.kind in _NUMBERS or _holds_parameters(t)}
         require_divisible(conditions(model, targets.values()), comm.size)
+        targets = with_copies(model, targets, comm.size)
         cuts = shard_parameters(model, targets, comm.size, comm.index)
-        self._record(model, targets, cuts, comm)
+        self._record(model, targets, cuts, mesh)
         _replace_parameters(model, cuts)
-        _become(targets, comm, vocabulary_heads(model, targets.values(), self._vocabularies))
+        _become(model, targets, comm, vocabulary_heads(model, targets.values(), self._vocabularies))
         self._report = _describe(model, targets, self._shards, comm)
 
     def _record(
-        self, model: nn.Module, targets: Mapping[str, Target], cuts: Mapping[int, ParamShard], comm: AxisComm
+        self, model: nn.Module, targets: Mapping[str, Target], cuts: Mapping[int, ParamShard], mesh: Mesh
     ) -> None:
+        comm = mesh["tp"]
         experts = {id(p) for m in model.modules() if getattr(m, "is_experts_share", False) for p in m.parameters()}
         summed = {id(p) for t in targets.values() if t.style.kind is Kind.SUM_GRAD for p in t.module.parameters()}
-        self._summed = [fqn for fqn, p in model.named_parameters() if id(p) in summed]
+        self._sums.add(comm, [fqn for fqn, p in model.named_parameters() if id(p) in summed])
+        shared = [t for t in targets.values() if t.copies > 1 and t.style.kind is Kind.COLUMN]
+        for copies in sorted({t.copies for t in shared}):
+            held = {id(p) for t in shared if t.copies == copies for p in t.module.parameters()}
+            sharers = comm if copies == comm.size else mesh[f"tp_run{copies}"]
+            self._sums.add(sharers, [fqn for fqn, p in model.named_parameters() if id(p) in held])
         for fqn, param in model.named_parameters(remove_duplicate=False):
             if id(param) in experts:  # the expert plugin has cut them, and knows how they sit in the whole
                 continue
@@ -98,28 +115,20 @@ class TensorParallel(ParallelPlugin):
             self._shards[fqn] = cuts.get(id(param), whole)
 
     def finalize_grads(self, model: nn.Module, *, mesh: Mesh) -> None:
-        """Sum the partial gradients of `replicated_with_grad_allreduce` parameters, one all-reduce per dtype.
+        """Sum the gradients of `replicated_with_grad_allreduce` parameters and of shared key-value heads.
 
         The first time, also check that uncut parameters have the same gradient on every rank.
 
         Raises:
             ValueError: they have not (see `agreement.py`).
         """
-        if self._agreed and not self._summed:
+        if self._agreed and not self._sums:
             return
         found = {fqn: p.grad for fqn, p in model.named_parameters() if p.grad is not None}
         if not self._agreed:
-            whole = {fqn: grad for fqn, grad in found.items() if self._is_whole(fqn) and fqn not in self._summed}
+            whole = {fqn: grad for fqn, grad in found.items() if self._is_whole(fqn) and fqn not in self._sums}
             self._agreed = require_agreement(whole, mesh["tp"])
-        by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for fqn in self._summed:
-            if (grad := found.get(fqn)) is not None:
-                by_dtype.setdefault(grad.dtype, []).append(grad)
-        for grads in by_dtype.values():
-            flat = torch.cat([g.reshape(-1) for g in grads])
-            mesh["tp"].all_reduce(flat)
-            for grad, part in zip(grads, torch.split(flat, [g.numel() for g in grads]), strict=True):
-                grad.copy_(part.view_as(grad))
+        self._sums.run(found)
 
     def _is_whole(self, fqn: str) -> bool:
         shard = self._shards.get(fqn)
@@ -144,8 +153,8 @@ def shard_parameters(model: nn.Module, targets: Mapping[str, Target], size: int,
     cuts: dict[int, tuple[Target, ParamShard]] = {}
     parts: dict[tuple[int, str], ParamShard] = {}
     for target in targets.values():
-        if target.style.kind in _CUTTING:
-            for name, part in module_shards(target.fqn, target.module, target.style, size, index).items():
+        if target.style.kind in CUTTING:
+            for name, part in _shards_of(target, size, index).items():
                 parts[id(target.module), name] = part
                 cuts.setdefault(id(target.module.get_parameter(name)), (target, part))
     for fqn, module in model.named_modules():
@@ -161,20 +170,16 @@ def shard_parameters(model: nn.Module, targets: Mapping[str, Target], size: int,
     return {key: part for key, (_, part) in cuts.items()}
 
 
+def _shards_of(target: Target, size: int, index: int) -> dict[str, ParamShard]:
+    if not target.part:
+        return module_shards(target.fqn, target.module, target.style, size, index, target.copies)
+    part = parameter_shard(target.fqn, target.module.get_parameter(target.part), target.style, size, index)
+    return {} if part is None else {target.part: part}
+
+
 def _holds_parameters(target: Target) -> bool:
     """False for what a pipeline cut has emptied."""
     return next(target.module.parameters(), None) is not None
-
-
-def _refuse_embedding_options(target: Target) -> None:
-    module = target.module
-    if target.style.kind is Kind.EMBEDDING and isinstance(module, nn.Embedding):
-        for option in ("max_norm", "scale_grad_by_freq", "sparse"):
-            if getattr(module, option):
-                raise ValueError(
-                    f"{target.fqn}: nn.Embedding({option}={getattr(module, option)}) cannot be cut over the "
-                    f"vocabulary; leave {option} out, or keep the embedding whole with the style 'replicate'"
-                )
 
 
 def _replace_parameters(model: nn.Module, cuts: Mapping[int, ParamShard]) -> None:
@@ -193,28 +198,52 @@ def _replace_parameters(model: nn.Module, cuts: Mapping[int, ParamShard]) -> Non
             module._parameters[name] = new[id(param)]
 
 
-def _become(targets: Mapping[str, Target], comm: AxisComm, heads: set[int]) -> None:
+def _become(model: nn.Module, targets: Mapping[str, Target], comm: AxisComm, heads: set[int]) -> None:
     """Change classes and size attributes; column layers of one parent module share the entry of their region."""
     siblings: dict[str, list[Target]] = {}
     done: set[object] = set()
     for target in targets.values():
-        key = (id(target.module), target.fqn.rpartition(".")[2] if target.style.kind is Kind.LOCAL_SIZE else "")
+        key = (id(target.module), target.part)
         if key in done:  # one module under two names
             continue
         done.add(key)
-        if target.style.kind is Kind.COLUMN:
+        if target.part:
+            _become_part(model, target, comm)
+        elif target.style.kind is Kind.COLUMN:
             siblings.setdefault(target.fqn.rpartition(".")[0], []).append(target)
-        elif target.style.kind is Kind.ROW:
-            become_row(target.module, target.style, comm)
-        elif target.style.kind is Kind.EMBEDDING:
-            become_vocab_parallel(target.module, comm, vocabulary(target.module, comm.size, comm.index))
-        elif target.style.kind is Kind.LOCAL_SIZE:
-            name = target.fqn.rpartition(".")[2]
-            setattr(target.module, name, getattr(target.module, name) // comm.size)
+        else:
+            _become_layer(model, target, comm)
     for group in siblings.values():
         entry = SharedInput(comm, len(group))
         for member, target in enumerate(group):
-            become_column(target.module, target.style, entry, member, is_head=id(target.module) in heads)
+            become_column(
+                target.module, target.style, entry, member, is_head=id(target.module) in heads, copies=target.copies
+            )
+    regroup(model, targets)
+
+
+def _become_part(model: nn.Module, target: Target, comm: AxisComm) -> None:
+    """A number or an argument; a parameter by itself is taken by its module's forward as it is."""
+    if target.style.kind is Kind.LOCAL_SIZE:
+        size = read_size(target.module, target.part)
+        assert size is not None
+        write_size(target.module, target.part, size * target.copies // comm.size)
+    elif target.style.kind is Kind.LOCAL_HEADS:
+        cut_argument(target.module, target.part, head_count(model, target.fqn), comm)
+
+
+def _become_layer(model: nn.Module, target: Target, comm: AxisComm) -> None:
+    module, kind = target.module, target.style.kind
+    if kind is Kind.ROW:
+        become_row(module, target.style, comm)
+    elif kind is Kind.EMBEDDING:
+        become_vocab_parallel(module, comm, vocabulary(module, comm.size, comm.index))
+    elif kind is Kind.EMBEDDING_WIDTH:
+        become_width_parallel(module, comm)
+    elif kind is Kind.MLA_KEYS:
+        become_mla_keys(module, comm, rotary_width(model, target.fqn))
+    elif kind is Kind.SUM_OUTPUT:
+        sum_output(module, comm)
 
 
 def _describe(

@@ -7,10 +7,10 @@ conditions under which the cut is even. It is not: anything that touches tensors
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from parallax.plugins.base import ParamShard
 from parallax.plugins.tensor.styles import Kind, Style
@@ -20,6 +20,11 @@ def conv1d_type() -> type[nn.Module] | None:
     """`transformers.pytorch_utils.Conv1D` if transformers is in use, else None (it is never imported here)."""
     found: Any = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
     return found if isinstance(found, type) else None
+
+
+def is_linear(kind: type) -> bool:
+    """Exactly `nn.Linear`, or Falcon's own, which computes the same."""
+    return kind is nn.Linear or (kind.__name__ == "FalconLinear" and issubclass(kind, nn.Linear))
 
 
 def is_embedding(kind: type) -> bool:
@@ -52,12 +57,15 @@ def cut_of(fqn: str, module: nn.Module, style: Style) -> Cut:
         ValueError: the module's exact type is not one that can be cut this way, or its blocks do not fit.
     """
     kind = type(module)
-    if style.kind is Kind.EMBEDDING and is_embedding(kind):
+    if is_embedding(kind):
         assert isinstance(module, nn.Embedding)
-        return Cut({"weight": 0}, module.num_embeddings, "num_embeddings", (module.num_embeddings,))
+        if style.kind is Kind.EMBEDDING:
+            return Cut({"weight": 0}, module.num_embeddings, "num_embeddings", (module.num_embeddings,))
+        if style.kind is Kind.EMBEDDING_WIDTH:
+            return Cut({"weight": 1}, module.embedding_dim, "embedding_dim", (module.embedding_dim,))
     column = style.kind is Kind.COLUMN
     if style.kind in (Kind.COLUMN, Kind.ROW):
-        if kind is nn.Linear:
+        if is_linear(kind):
             assert isinstance(module, nn.Linear)
             size = module.out_features if column else module.in_features
             label = "out_features" if column else "in_features"
@@ -70,7 +78,7 @@ def cut_of(fqn: str, module: nn.Module, style: Style) -> Cut:
             return Cut(dims, size, label, _blocks(fqn, label, size, style))
     raise ValueError(
         f"{fqn!r} is a {kind.__module__}.{kind.__qualname__}, which style {style.word!r} cannot cut; column and row "
-        "styles take exactly torch.nn.Linear or transformers' Conv1D, embedding_rowwise exactly torch.nn.Embedding"
+        "styles take exactly torch.nn.Linear or transformers' Conv1D, embedding styles exactly torch.nn.Embedding"
     )
 
 
@@ -98,20 +106,43 @@ def shard(shape: tuple[int, ...], dim: int, blocks: tuple[int, ...], size: int, 
     return ParamShard(shape, dim, tuple(ranges), pad)
 
 
-def module_shards(fqn: str, module: nn.Module, style: Style, size: int, index: int) -> dict[str, ParamShard]:
-    """Parameter name -> shard, for the parameters of `module` that `style` cuts.
+def parameter_shard(fqn: str, param: Tensor, style: Style, size: int, index: int) -> ParamShard | None:
+    """Rank `index`'s part of a parameter that a plan names by itself; None when the style leaves it whole.
+
+    Raises:
+        ValueError: the style does not cut parameters, or the cut is uneven.
+    """
+    if style.kind not in (Kind.COLUMN, Kind.ROW) or style.whole_outside:
+        raise ValueError(
+            f"{fqn!r} is a parameter by itself, which style {style.word!r} cannot cut; use 'colwise' or 'rowwise', or "
+            "name the module it is in"
+        )
+    if style.kind is Kind.ROW and param.dim() == 1:
+        return None
+    dim = max(param.dim() - 2, 0) if style.kind is Kind.COLUMN else param.dim() - 1
+    blocks = _blocks(fqn, f"shape[{dim}]", param.shape[dim], style)
+    if any(block % size for block in blocks):
+        raise ValueError(f"{fqn}.shape[{dim}]={param.shape[dim]} (blocks of {blocks}) is not divisible by {size}")
+    return shard(tuple(param.shape), dim, blocks, size, index)
+
+
+def module_shards(
+    fqn: str, module: nn.Module, style: Style, size: int, index: int, copies: int = 1
+) -> dict[str, ParamShard]:
+    """Parameter name -> shard, for the parameters of `module` that `style` cuts; `copies` neighbours hold the same.
 
     Raises:
         ValueError: as `cut_of`, or the cut is uneven and the style does not pad.
     """
     cut = cut_of(fqn, module, style)
+    owner, index, size = index % copies == 0, index // copies, size // copies
     if not style.pads and any(block % size for block in cut.blocks):
         raise ValueError(f"{fqn}.{cut.label}={cut.size} (blocks of {cut.blocks}) is not divisible by {size}")
     out = {}
     for name, dim in cut.dims.items():
         param = getattr(module, name, None)
         if param is not None:
-            out[name] = shard(tuple(param.shape), dim, cut.blocks, size, index)
+            out[name] = replace(shard(tuple(param.shape), dim, cut.blocks, size, index), owner=owner)
     return out
 
 

@@ -11,9 +11,19 @@ come from (`plans.py`), how tensors are cut (`shards.py`) or what runs (`layers.
 | `rowwise_split_input` (`rowwise_rep`) | as `rowwise` | whole (sliced here) -> whole |
 | `packed_colwise`, `packed_rowwise` | as above, each fused block cut separately | |
 | `embedding_rowwise` | vocabulary rows cut, padded if need be | ids -> whole vectors (all-reduce) |
+| `embedding_colwise` | vectors cut, padded if need be | ids -> whole vectors (all-gather) |
+| `mla_kv_a_proj` | whole | whole; its last features (rotary keys) enter the cut attention, which shares one gradient |
 | `replicated_with_grad_allreduce` | whole | each rank sees a part of the data: gradients are summed |
-| `replicate` | whole | nothing changes |
-| `local_size` | names an integer attribute, divided by the axis size | |
+| `all_reduce` | whole | the output, partial on every rank, is summed |
+| `replicate`, `local_params` | whole | nothing changes (what is cut in a `local_params` module has its own entry) |
+| `local_size` | names an integer attribute (or `config.x`, of the module's own config), divided by the axis size | |
+| `local_heads` | names an argument of a forward, [batch x heads, ...] or [batch, heads, ...]: its heads are cut | |
+
+A column or row word may also name a parameter by itself (attention sinks): it is cut along the dim before its last,
+or its last; one of a single dim along that for a column word, not at all for a row word.
+
+Words of expert layers belong to the expert plugin: a model that has them is refused unless that plugin cuts them.
+`sequence_parallel` is no word of a plan here: the layout says so.
 
 Fused blocks: `packed_colwise` alone means two equal blocks (gate and up, as in `transformers`);
 `packed_colwise(3)` means three equal ones and `packed_colwise(4,1,1)` blocks in these proportions.
@@ -32,9 +42,17 @@ class Kind(Enum):
     COLUMN = "column"
     ROW = "row"
     EMBEDDING = "embedding"
+    EMBEDDING_WIDTH = "embedding_width"
+    MLA_KEYS = "mla_keys"
     SUM_GRAD = "sum_grad"
+    SUM_OUTPUT = "sum_output"
     WHOLE = "whole"
     LOCAL_SIZE = "local_size"
+    LOCAL_HEADS = "local_heads"
+
+
+CUTTING = frozenset({Kind.COLUMN, Kind.ROW, Kind.EMBEDDING, Kind.EMBEDDING_WIDTH})
+"""Kinds that leave this rank a part of a parameter."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +75,8 @@ class Style:
     @property
     def pads(self) -> bool:
         """Whether a size that the axis does not divide is padded with zero rows rather than refused."""
-        return self.kind is Kind.EMBEDDING or (self.kind is Kind.COLUMN and self.whole_outside)
+        embedding = self.kind in (Kind.EMBEDDING, Kind.EMBEDDING_WIDTH)
+        return embedding or (self.kind is Kind.COLUMN and self.whole_outside)
 
 
 _WORDS: dict[str, tuple[Kind, bool]] = {
@@ -70,12 +89,18 @@ _WORDS: dict[str, tuple[Kind, bool]] = {
     "packed_colwise": (Kind.COLUMN, False),
     "packed_rowwise": (Kind.ROW, False),
     "embedding_rowwise": (Kind.EMBEDDING, False),
+    "embedding_colwise": (Kind.EMBEDDING_WIDTH, False),
+    "mla_kv_a_proj": (Kind.MLA_KEYS, False),
     "replicated_with_grad_allreduce": (Kind.SUM_GRAD, False),
+    "all_reduce": (Kind.SUM_OUTPUT, False),
     "replicate": (Kind.WHOLE, False),
+    "local_params": (Kind.WHOLE, False),
     "local_size": (Kind.LOCAL_SIZE, False),
+    "local_heads": (Kind.LOCAL_HEADS, False),
 }
 IMPLEMENTED = tuple(_WORDS)
 _EXPERT_WORDS = frozenset({"grouped_gemm", "ep_dispatch_experts", "ep_router", "moe_tp_experts", "moe_identity_expert"})
+_REFUSED = "refused: "
 _CALL = re.compile(r"(?P<word>packed_\w+)\((?P<blocks>\s*\d+\s*(,\s*\d+\s*)*)\)")
 
 
@@ -88,12 +113,19 @@ def parse_style(text: str, target: str) -> Style:
     """The meaning of `text`, the style a plan gives to `target` (an FQN or a pattern, for messages).
 
     Raises:
-        ValueError: the word is not implemented, or its blocks are not positive.
+        ValueError: the word is not implemented or says "refused: " and why, or its blocks are not positive.
     """
     if is_expert_word(text):
         raise ValueError(
             f"style {text!r} of {target!r} cuts mixture-of-experts layers, which needs an expert-parallel plugin; "
             f"the tensor plugin implements: {', '.join(IMPLEMENTED)}"
+        )
+    if text.startswith(_REFUSED):
+        raise ValueError(f"{target!r} cannot be cut: {text.removeprefix(_REFUSED)}; use tensor_parallel_size=1")
+    if text == "sequence_parallel":
+        raise ValueError(
+            f"style {text!r} of {target!r}: a plan does not say where sequences are cut; set sequence_parallel in the "
+            "layout and leave the entry out"
         )
     word = text
     blocks: tuple[int, ...] = (1,)

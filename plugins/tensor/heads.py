@@ -1,0 +1,89 @@
+"""Key-value heads that are fewer than the ranks of the axis: which rank holds which.
+
+It is: the recognition of key and value projections, and of how many ranks share each of their heads (Shazeer 2019,
+Ainslie et al. 2023 for the attention; the replication is Megatron-LM's). It is not: the cut itself (`shards.py`) or
+the sum of the replicas' gradients (`gradients.py`).
+
+With k heads on n ranks, n a multiple of k, ranks [i n/k, (i + 1) n/k) hold head i. Each sees the gradients of its own
+query heads only, so the gradients of the replicas are summed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from parallax.plugins.tensor.plans import Target
+from parallax.plugins.tensor.shards import cut_of
+from parallax.plugins.tensor.styles import Kind
+
+_KEY_VALUE = re.compile(r"(?:^|.*_)(?:k|v|key|value)(?:_proj|_lin)?")
+
+
+def shared_heads(model: nn.Module, target: Target) -> int | None:
+    """Number of heads of a key or value projection that stands by itself; None for anything else."""
+    parent, _, name = target.fqn.rpartition(".")
+    style = target.style
+    if style.kind is not Kind.COLUMN or style.whole_outside or len(style.blocks) > 1 or not _KEY_VALUE.fullmatch(name):
+        return None
+    width, owner = cut_of(target.fqn, target.module, style).size, model.get_submodule(parent)
+    each = getattr(owner, "head_dim", None)
+    return width // each if isinstance(each, int) and each > 0 and width % each == 0 else None
+
+
+def has_shared_heads(attention: nn.Module) -> bool:
+    """Whether an attention module has its key and value projections apart from the query's."""
+    return any(_KEY_VALUE.fullmatch(name) for name, _ in attention.named_children())
+
+
+def with_copies(model: nn.Module, targets: Mapping[str, Target], size: int) -> dict[str, Target]:
+    """`targets`, where key and value projections with fewer heads than `size` say how many ranks share each head."""
+    out, groups = dict(targets), dict[str, int]()
+    for fqn, target in targets.items():
+        heads = shared_heads(model, target)
+        if heads is not None and size % heads == 0 and heads < size:
+            out[fqn] = replace(target, copies=size // heads)
+            groups[fqn.rpartition(".")[0]] = size // heads
+    for fqn, target in targets.items():
+        parent, _, name = fqn.rpartition(".")
+        if target.style.kind is Kind.LOCAL_SIZE and parent in groups and "key_value" in name:
+            out[fqn] = replace(target, copies=groups[parent])
+    return out
+
+
+def regroup(model: nn.Module, targets: Mapping[str, Target]) -> None:
+    """Tell attention modules whose key-value heads are shared how many query heads there are for each one here."""
+    done: set[str] = set()
+    for fqn, target in targets.items():
+        parent = fqn.rpartition(".")[0]
+        if target.style.kind is not Kind.COLUMN or target.copies == 1 or parent in done:
+            continue
+        done.add(parent)
+        owner: Any = model.get_submodule(parent)
+        if isinstance(getattr(owner, "num_key_value_groups", None), int):
+            owner.num_key_value_groups = owner.num_key_value_groups // target.copies
+
+
+def head_count(model: nn.Module, fqn: str) -> int:
+    """Number of attention heads in the config nearest to `fqn`."""
+    return _number(model, fqn, "num_attention_heads")
+
+
+def rotary_width(model: nn.Module, fqn: str) -> int:
+    """Rotary features per head of a multi-head latent attention, from its module or the config nearest to `fqn`."""
+    return _number(model, fqn, "qk_rope_head_dim")
+
+
+def _number(model: nn.Module, fqn: str, name: str) -> int:
+    parts = fqn.split(".")[:-1]
+    for length in range(len(parts), -1, -1):
+        module = model.get_submodule(".".join(parts[:length]))
+        for owner in (module, getattr(module, "config", None)):
+            value = getattr(owner, name, None)
+            if isinstance(value, int):
+                return value
+    raise ValueError(f"{fqn!r} needs {name}, which neither a module around it nor a config there has")

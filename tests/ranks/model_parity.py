@@ -1,0 +1,125 @@
+"""Loss and every gradient of a small model on the ranks of a tensor axis, against the same model in one process.
+
+It is: what a rank runs, for the test of a dozen architectures and for the sweep over all of them. It is not: which
+architectures there are (`tests/small_models.py`).
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from parallax.plugins.base import ParallelPlugin, ParamShard
+from parallax.strategies.assemble import make_plugins, shard_lookup
+from parallax.strategies.layout import Layout
+from parallax.strategies.mesh import Mesh
+from tests.small_models import VOCAB, build_small, token_ids
+
+TOLERANCE = 1e-9
+
+
+class Fp64(TorchFunctionMode):
+    """Computes in fp64 what a model asks to be computed in fp32 (norms, softmax), so that sums may be reordered."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.float:
+            func = Tensor.double
+        args = tuple(torch.float64 if a is torch.float32 else a for a in args)
+        return func(*args, **{k: torch.float64 if v is torch.float32 else v for k, v in (kwargs or {}).items()})
+
+
+def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
+    """Next-token cross-entropy in fp64."""
+    with Fp64():
+        logits = model(input_ids=ids, use_cache=False).logits
+    assert logits.shape == (*ids.shape, VOCAB)
+    return F.cross_entropy(logits[:, :-1].reshape(-1, VOCAB), ids[:, 1:].reshape(-1))
+
+
+def cut(model: nn.Module, mesh: Mesh) -> list[ParallelPlugin]:
+    """Apply every plugin that the mesh's layout asks for."""
+    plugins = make_plugins(mesh.layout, {})
+    for plugin in plugins:
+        plugin.check(mesh.layout, model)
+    for plugin in plugins:
+        plugin.apply(model, mesh=mesh, layout=mesh.layout)
+    return plugins
+
+
+def whole_grads(model: nn.Module, plugins: list[ParallelPlugin], mesh: Mesh) -> dict[str, Tensor]:
+    """Every gradient put together from all ranks' parts. Replicas must agree; what no rank wrote stays nan."""
+    shard_of = shard_lookup(plugins)
+    mine = {fqn: (shard_of(fqn), p.grad) for fqn, p in model.named_parameters()}
+    out: dict[str, Tensor] = {}
+    owned: dict[str, Tensor] = {}
+    for part in mesh["tp"].gather_objects(mine):
+        for fqn, (shard, grad) in part.items():
+            if grad is None:
+                continue
+            shard = shard or ParamShard(tuple(grad.shape))
+            assert tuple(grad.shape) == shard.local_shape, f"{fqn}: {tuple(grad.shape)} is not {shard.local_shape}"
+            whole = out.setdefault(fqn, torch.full(shard.shape, float("nan"), dtype=grad.dtype))
+            before = whole.clone()
+            shard.put(whole, grad)
+            _require_close(whole.where(~before.isnan(), 0), before.nan_to_num(), f"replicas of {fqn}")
+            count = owned.setdefault(fqn, torch.zeros(shard.shape))
+            once = torch.zeros(shard.shape)
+            shard.put(once, torch.full(shard.local_shape, float(shard.owner)))
+            count += once
+    for fqn, count in owned.items():
+        assert bool((count == 1).all()), (
+            f"{fqn}: an element is counted by {sorted(set(count.flatten().tolist()))} ranks"
+        )
+    return out
+
+
+def _require_close(found: Tensor, wanted: Tensor, what: str) -> None:
+    """Within `TOLERANCE` of the largest element, and of 1."""
+    if found.shape != wanted.shape:
+        raise AssertionError(f"{what}: shape {tuple(found.shape)} instead of {tuple(wanted.shape)}")
+    error = float((found - wanted).abs().max()) if found.numel() else 0.0
+    scale = max(1.0, float(wanted.abs().max())) if wanted.numel() else 1.0
+    if not error <= TOLERANCE * scale:
+        raise AssertionError(f"{what}: off by {error:.1e} of {scale:.1e}")
+
+
+def compare(rank: int, world: int, model_type: str, options: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """Raise unless loss and gradients on `world` ranks equal one process. Returns the bytes each kind of call sent.
+
+    Args:
+        options: layout fields beside the size of the axis, e.g. {"sequence_parallel": False}.
+        changes: to the small config.
+    """
+    warnings.filterwarnings("ignore")
+    layout = Layout(tensor_parallel_size=world, **options).resolve(world)
+    reference, model, ids = build_small(model_type, **changes), build_small(model_type, **changes), token_ids()
+    expected = loss_of(reference, ids)
+    expected.backward()
+    mesh = Mesh.build(layout, rank)
+    plugins = cut(model, mesh)
+    mesh.ledger.reset()
+    with mesh.ledger.during("forward"):
+        loss = loss_of(model, ids)
+    with mesh.ledger.during("backward"):
+        loss.backward()
+    with mesh.ledger.during("step"):
+        for plugin in plugins:
+            plugin.finalize_grads(model, mesh=mesh)
+    counts: dict[str, int] = {}
+    for (axis, kind, phase), traffic in mesh.ledger.counts.items():
+        if axis.startswith("tp"):
+            counts[f"{kind} {phase}"] = counts.get(f"{kind} {phase}", 0) + traffic.bytes
+    _require_close(loss.detach(), expected.detach(), "loss")
+    found = whole_grads(model, plugins, mesh)
+    wanted = {fqn: p.grad for fqn, p in reference.named_parameters() if p.grad is not None}
+    missing = sorted(wanted.keys() ^ found.keys())
+    assert not missing, f"gradient on one side only: {missing[:5]}"
+    for fqn, grad in found.items():
+        _require_close(grad, wanted[fqn], f"gradient of {fqn}")
+    mesh.close()
+    return counts

@@ -1,0 +1,97 @@
+"""Unmodified Hugging Face models cut over two and four ranks: loss and every gradient equal one process, in fp64.
+
+A chosen part of the sweep over all architectures (`python -m tests.sweep`, whose result is docs/models.md): each brings
+something of its own, named beside it. Most are cut over two ranks; those with few key-value heads over four.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.procs import RankError, run_ranks
+from tests.ranks.model_parity import compare
+from tests.small_models import BATCH, SEQ, SIZES
+
+Case = tuple[str, dict[str, Any]]
+
+TWO: list[Case] = [
+    ("gemma2", {}),  # soft caps, sliding window, tied and scaled embedding
+    ("gemma3_text", {}),  # norms of query and key, two rotary bases
+    ("phi3", {}),  # fused query, key, value of unequal widths; fused gate and up
+    ("olmo2", {}),  # norms over all heads
+    ("opt", {}),  # learned positions, biases
+    ("bloom", {}),  # ALiBi, interleaved heads
+    ("falcon", {"alibi": True, "new_decoder_architecture": False, "multi_query": False, "num_kv_heads": 8}),
+    ("falcon", {}),  # interleaved groups of heads
+    ("gpt_neox", {}),  # a bias everywhere, parallel residual
+    ("cohere", {}),  # scaled logits, tied
+    ("gpt_oss", {}),  # attention sinks, experts
+    ("apertus", {}),  # an activation with parameters
+    ("deepseek_v3", {}),  # latent attention, experts
+]
+FOUR: list[Case] = [
+    ("llama", {"num_key_value_heads": 2}),  # two ranks share each key-value head
+    ("qwen3", {"num_key_value_heads": 1}),  # all four share one, which is normed
+    ("qwen2", {"num_key_value_heads": 2}),  # with biases
+    ("stablelm", {"num_key_value_heads": 2}),  # counted in attributes
+    ("granite_swa", {}),  # sinks that the plan names by themselves
+]
+
+
+def _all(rank: int, world: int, cases: list[Case]) -> list[dict[str, Any]]:
+    counts = []
+    for name, changes in cases:
+        try:
+            counts.append(compare(rank, world, name, {}, changes))
+        except AssertionError as error:
+            raise AssertionError(f"{name} {changes}: {error}") from error
+    return counts
+
+
+def test_two_ranks_equal_one_process() -> None:
+    run_ranks(2, _all, TWO, timeout=150)
+
+
+def test_four_ranks_equal_one_process_with_key_value_heads_that_ranks_share() -> None:
+    counts = run_ranks(4, _all, FOUR, timeout=150)
+    hidden, each = SIZES["hidden_size"], SIZES["head_dim"]
+    layers = SIZES["num_hidden_layers"]
+    matrices, norms = layers * 2 * each * hidden * 8, layers * 2 * each * 8  # keys and values; of query and key
+    for llama, qwen3, qwen2, stablelm, _ in counts:
+        assert llama["all_reduce step"] == stablelm["all_reduce step"] == matrices
+        assert qwen3["all_reduce step"] == matrices + norms
+        assert qwen2["all_reduce step"] == matrices + layers * 2 * each * 8  # biases
+        activation = BATCH * SEQ * hidden * 8
+        assert llama["all_reduce backward"] == (2 * layers + 1) * activation
+
+
+REFUSED: list[tuple[Case, str]] = [
+    (("stablelm", {"qk_layernorm": True}), "one norm module per head"),
+    (("falcon", {"new_decoder_architecture": False}), "fused with 8 query heads"),
+    (("phi3", {"num_key_value_heads": 1}), "num_key_value_heads=1 .* valid sizes for this model: 1$"),
+]
+
+
+@pytest.mark.parametrize(("case", "reason"), REFUSED)
+def test_what_cannot_be_cut_is_refused_with_the_reason(case: Case, reason: str) -> None:
+    from parallax.plugins.tensor import TensorParallel
+    from parallax.strategies.layout import Layout
+    from tests.small_models import build_small
+
+    with pytest.raises(ValueError, match=reason):
+        TensorParallel().check(Layout(tensor_parallel_size=2).resolve(2), build_small(case[0], **case[1]))
+
+
+def test_a_mistake_is_found() -> None:
+    """The comparison can fail: a plan that forgets a sum is noticed."""
+    with pytest.raises(RankError, match="act_fn|gradient"):
+        run_ranks(2, _forgetful)
+
+
+def _forgetful(rank: int, world: int) -> None:
+    from parallax.plugins.tensor import plans
+
+    plans._follow_activations = lambda modules, targets: None
+    compare(rank, world, "apertus", {}, {})

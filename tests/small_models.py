@@ -1,0 +1,145 @@
+"""A small model of every causal-language-model architecture in the installed transformers, made from its config class.
+
+It is: which architectures there are, a small config of each by shrinking the sizes its config class knows, and a model
+from it in fp64 whose parameters are all random. It is not: anything that knows of parallelism, and no list of
+architectures is kept: only the few whose configs cannot be shrunk by the names of their sizes have an entry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+VOCAB = 101  # a prime: padded at every size
+BATCH, SEQ = 2, 8
+
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+    "vocab_size_per_layer_input": VOCAB, "pad_id": 0,
+    # widths
+    "hidden_size": 32, "n_embd": 32, "d_model": 32, "n_inner": 64, "word_embed_proj_dim": 32, "embed_dim": 32,
+    "intermediate_size": 64, "ffn_hidden_size": 64, "ffn_dim": 64, "mlp_hidden_size": 64, "d_ff": 64,
+    "inner_dim": 64, "hidden_size_per_layer_input": 8, "laurel_rank": 8, "embedding_size": 32,
+    # depths
+    "num_hidden_layers": 2, "n_layer": 2, "n_layers": 2, "num_layers": 2, "num_kv_shared_layers": 0,
+    "num_nextn_predict_layers": 0, "num_mtp_layers": 0, "first_k_dense_replace": 1, "decoder_layers": 2,
+    # heads
+    "num_attention_heads": 8, "n_head": 8, "n_heads": 8, "num_heads": 8, "num_key_value_heads": 4, "num_kv_heads": 4,
+    "decoder_attention_heads": 8, "decoder_ffn_dim": 64, "n_kv_heads": 4,
+    "head_dim": 4, "kv_channels": 4, "global_head_dim": 4, "num_global_key_value_heads": 4, "rotary_dim": 4,
+    "swa_num_attention_heads": 8, "swa_num_key_value_heads": 4, "swa_head_dim": 4, "swa_v_head_dim": 4,
+    "q_lora_rank": 16, "kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 4,
+    "qk_head_dim": 8, "query_pre_attn_scalar": 4, "index_head_dim": 8, "index_n_heads": 4, "index_topk": 4,
+    # experts
+    "num_experts": 4, "n_routed_experts": 4, "num_local_experts": 4, "moe_num_experts": 4, "ffn_num_experts": 4,
+    "num_experts_per_tok": 2, "moe_k": 2, "moe_topk": 2, "top_k_experts": 2, "num_experts_per_token": 2,
+    "moe_intermediate_size": 16, "expert_ffn_hidden_size": 16, "shared_expert_intermediate_size": 16,
+    "moe_shared_expert_intermediate_size": 16, "shared_intermediate_size": 16, "expert_intermediate_size": 16,
+    "n_group": 1, "topk_group": 1, "n_shared_experts": 1, "num_shared_experts": 1,
+    # state-space and linear attention
+    "mamba_d_state": 4, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_ssm": 64,
+    "mamba_dt_rank": 4, "state_size": 4, "conv_kernel": 4, "time_step_rank": 4, "mamba_num_heads": 8,
+    "mamba_head_dim": 8, "n_groups": 1, "chunk_size": 4, "mamba_chunk_size": 4, "ssm_state_size": 4,
+    "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 4, "linear_value_head_dim": 4,
+    "lru_width": 32, "attention_window_size": 8, "time_mix_extra_dim": 8,
+    # length
+    "max_position_embeddings": 32, "n_positions": 32, "n_ctx": 32, "max_seq_len": 32, "context_length": 32,
+    "sliding_window": 4, "attention_chunk_size": 4,
+}  # fmt: skip
+"""Attribute of a config -> small value; vocabularies are prime, everything else divides by 4 where it is cut."""
+
+LARGEST = 3_000_000
+"""Parameters of a small model, at most."""
+
+DROPOUTS = ("dropout", "pdrop", "dropout_prob", "dropout_rate", "drop_prob")
+
+SPECIAL: dict[str, dict[str, Any]] = {
+    "falcon": {"new_decoder_architecture": True, "num_kv_heads": 4},  # of 40B and 180B; 7B has one key-value head
+}
+"""model_type -> arguments beyond `SIZES`, for what sizes alone do not settle."""
+
+
+def architectures() -> list[str]:
+    """model_type of every causal language model."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def small_config(model_type: str, **changes: Any) -> Any:
+    """A small config of `model_type`, without dropout."""
+    from transformers import AutoConfig
+
+    default = AutoConfig.for_model(model_type)
+    known = default.to_dict()
+    wanted = {k: v for k, v in SIZES.items() if k in known or hasattr(default, k)}
+    wanted = {k: v for k, v in wanted.items() if not _computed(default, k)}
+    if "kv_lora_rank" in known:  # latent attention has as many keys as queries, of the rotary width
+        wanted |= {"num_key_value_heads": SIZES["num_attention_heads"]}
+    wanted |= {k: 0.0 for k in known if k.endswith(DROPOUTS) and isinstance(known[k], (int, float))}
+    for name in ("layer_types", "mlp_layer_types"):
+        if isinstance(known.get(name), list):
+            wanted[name] = None
+    return type(default)(**(wanted | SPECIAL.get(model_type, {}) | changes))
+
+
+def _computed(config: Any, name: str) -> bool:
+    """Whether the config class computes `name` from other sizes."""
+    found = getattr(type(config), name, None)
+    return isinstance(found, property) and found.fset is None
+
+
+def build_small(model_type: str, **changes: Any) -> nn.Module:
+    """The causal language model in training mode, fp64, every parameter random and the same on every call."""
+    from transformers import AutoModelForCausalLM
+
+    def make() -> nn.Module:
+        config = small_config(model_type, **changes)
+        model: nn.Module = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+        for module in model.modules():
+            if hasattr(module, "config"):
+                module.config._experts_implementation = "eager"  # the grouped product has no fp64
+        return model
+
+    with torch.device("meta"):
+        size = sum(p.numel() for p in make().parameters())
+    if size > LARGEST:
+        raise ValueError(f"the small config of {model_type} has {size:,} parameters: it lacks a size in `SIZES`")
+    torch.manual_seed(1)
+    return randomise(make())
+
+
+def randomise(model: nn.Module) -> nn.Module:
+    """Fp64, and noise on every parameter: zeros and ones would hide mistakes."""
+    generator = torch.Generator().manual_seed(2)
+    for param in model.parameters():
+        noise = torch.randn(param.shape, generator=generator, dtype=torch.float64)
+        param.data = param.data.double().nan_to_num() + 0.1 * noise
+    return model.double().train()
+
+
+def token_ids() -> Tensor:
+    """[BATCH, SEQ] ids from every part of the vocabulary."""
+    return torch.randint(3, VOCAB, (BATCH, SEQ), generator=torch.Generator().manual_seed(4))
+
+
+def carries_plan(model: nn.Module) -> bool:
+    """Whether transformers gives the model a tensor-parallel plan of its own."""
+    return bool(getattr(model, "tp_plan", None))
+
+
+def plans() -> Iterator[tuple[str, dict[str, str]]]:
+    """(model_type, plan) of every configuration in transformers that has one, whatever the model is for."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    for model_type in sorted(CONFIG_MAPPING):
+        try:
+            config: Any = CONFIG_MAPPING[model_type]
+        except Exception:
+            continue
+        plan = getattr(config, "base_model_tp_plan", None)
+        if plan:
+            yield model_type, dict(plan)
