@@ -126,6 +126,10 @@ class DataEngine(ABC):
         """The parameter's current value (this rank's tp/pp part, whole over the data axis). Collective."""
 
     @abstractmethod
+    def full_state(self, fqn: str) -> dict[str, Tensor]:
+        """Optimizer state of a parameter, shaped as it (this rank's tp/pp part, whole over the data axis). Collective."""
+
+    @abstractmethod
     def module_state(self) -> dict[str, Any]:
         """This rank's weights and buffers, as saved at the same layout (its shard only under ZeRO-3)."""
 

@@ -187,6 +187,10 @@ class DeepSpeedEngine(DataEngine):
         param = self.module.get_parameter(fqn)
         return param.detach().clone() if self.engine is None else self.shards.full_param(param)
 
+    def full_state(self, fqn: str) -> dict[str, Tensor]:
+        param = self.trained.get(fqn)
+        return {} if param is None or self.engine is None else self.shards.full_state(param, _shape(param))
+
     # Saving
 
     def _stored(self) -> dict[str, Any]:

@@ -41,6 +41,20 @@ class Shards(ABC):
         """Where in the flattened parameter this rank's share begins."""
 
     @abstractmethod
+    def length(self, key: int, param: nn.Parameter) -> int:
+        """Elements of the parameter's share in the master `key`, padding included, if nothing cuts them off."""
+
+    def place(self, key: int, param: nn.Parameter) -> tuple[int, int]:
+        """(start, length) of this rank's share of `param` in the flat master `key`."""
+        at, end = 0, self.masters[key].numel()
+        for other in dict(self.members())[key]:
+            length = min(self.length(key, other), end - at)
+            if other is param:
+                return at, length
+            at += length
+        raise ValueError("the parameter is not in this master")
+
+    @abstractmethod
     def publish_masters(self) -> None:
         """Make the weights of every data rank equal to the masters. Collective over the data axis."""
 
@@ -84,6 +98,26 @@ class Shards(ABC):
         self.comm_of(param).all_reduce(whole)
         return whole
 
+    def full_state(self, param: nn.Parameter, shape: torch.Size) -> dict[str, Tensor]:
+        """The optimizer's states of `param`, of `shape`, new tensors. Collective over its axis."""
+        out: dict[str, Tensor] = {}
+        with self.optimizer_params():
+            states = [(key, m, self.optimizer.optimizer.state.get(m, {})) for key, m in enumerate(self.masters)]
+            shaped = {n: t for _, m, st in states for n, t in st.items() if isinstance(t, Tensor) and t.shape == m.shape}
+            for name in sorted(shaped):  # the same names everywhere, also where this rank has no share of the parameter
+                out[name] = torch.zeros(shape, dtype=shaped[name].dtype, device=param.device)
+                for (key, params), (_, _, state) in zip(self.members(), states, strict=True):
+                    if name in state and any(p is param for p in params):
+                        self._fill(out[name], state[name].view(-1), key, param)
+                self.comm_of(param).all_reduce(out[name])
+        return out
+
+    def _fill(self, whole: Tensor, flat: Tensor, key: int, param: nn.Parameter) -> None:
+        at, length = self.place(key, param)
+        start = self.offset(key, param)
+        length = min(length, max(whole.numel() - start, 0))  # the last share of ZeRO-3 is padded
+        whole.view(-1)[start : start + length] = flat[at : at + length]
+
 
 class PartitionedStates(Shards):
     """ZeRO-1 and ZeRO-2: weights whole, one flat partition per parameter group."""
@@ -98,6 +132,9 @@ class PartitionedStates(Shards):
     def offset(self, key: int, param: nn.Parameter) -> int:
         zero = self.optimizer
         return int(zero.grad_start_offset[key][self.comm_of(param).index][zero.get_param_id(param)])
+
+    def length(self, key: int, param: nn.Parameter) -> int:
+        return param.numel() - self.offset(key, param)
 
     def publish_masters(self) -> None:
         self.optimizer.update_lp_params()
@@ -121,6 +158,9 @@ class PartitionedWeights(Shards):
 
     def offset(self, key: int, param: Any) -> int:
         return int(self.comm_of(param).index * param.partition_numel())
+
+    def length(self, key: int, param: Any) -> int:
+        return int(param.partition_numel())
 
     @contextmanager
     def optimizer_params(self) -> Iterator[None]:

@@ -109,6 +109,13 @@ class ReplicatedEngine(DataEngine):
     def full_param(self, fqn: str) -> Tensor:
         return self.module.get_parameter(fqn).detach().clone()
 
+    def full_state(self, fqn: str) -> dict[str, Tensor]:
+        param = self.trained.get(fqn)
+        if param is None or self.optimizer is None or self.masters is None:
+            return {}
+        state = self.optimizer.state.get(self.masters.pairs.get(param, param), {})
+        return {k: v.clone() for k, v in state.items() if isinstance(v, Tensor) and v.shape == param.shape}
+
     def module_state(self) -> dict[str, Any]:
         return dict(cloned(dict(self.module.state_dict())))
 

@@ -19,6 +19,7 @@ from rich.table import Table
 
 from parallax.cli_run import run_module, run_script, use_layout
 from parallax.cli_schedule import add_schedule
+from parallax.cli_verify import add_verify
 from parallax.plugins.launch.launch_command import main as launch
 from parallax.plugins.launch.mpirun import main as mpirun
 from parallax.plugins.registry import GROUPS, available
@@ -98,6 +99,7 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     layout.set_defaults(command=show_layout)
     add_topo(commands)
     add_schedule(commands)
+    add_verify(commands)
     return parser, list(commands.choices)
 
 

@@ -1,0 +1,31 @@
+"""fp64 all the way: what models upcast "to fp32" stays in fp64.
+
+It is: a torch function mode for verification and tests. It is not: for training.
+
+Models written for half precision compute norms, router scores and losses in fp32. In an fp64 run that is a downcast,
+whose rounding (6e-8) hides everything smaller. Inside this mode it does not happen, in the parallel run and in the
+one-process run alike.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+
+class KeepDouble(TorchFunctionMode):
+    """`.float()`, `.to(torch.float32)`, `.type(...)` and `dtype=torch.float32` leave an fp64 tensor as it is."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        first = args[0] if args else None
+        if isinstance(first, Tensor) and first.dtype == torch.float64:
+            if func is Tensor.float:
+                return first
+            args = tuple(torch.float64 if a is torch.float32 else a for a in args)
+            if kwargs.get("dtype") is torch.float32:
+                kwargs["dtype"] = torch.float64
+        return func(*args, **kwargs)

@@ -1,0 +1,127 @@
+"""`python -m parallax verify` as a function: run, compare, judge.
+
+It is: the order of a verification (one process twice, the layout, one process on the layout's batches) and its
+verdicts. It is not: the runs or the comparison themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from parallax.strategies.layout import Layout
+from parallax.strategies.verify.compare import TOLERANCE, Comparison, Difference
+from parallax.strategies.verify.observe import Observation
+from parallax.strategies.verify.pool import Pool, RankFailed
+from parallax.strategies.verify.runs import RankResult, Settings, run_layout, run_one, whole_batches
+from parallax.strategies.verify.target import Target
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was found about one layout.
+
+    Attributes:
+        layout: resolved, as text.
+        ranks: number of processes.
+        differences: everything that differs from one process, in the order it arises; empty when the layout is right.
+        largest: largest relative difference that counted as rounding.
+        refused: why the layout does not fit the module; None when it ran.
+        traffic: (axis, kind, phase) -> (calls, bytes) of rank 0.
+    """
+
+    layout: str
+    ranks: int
+    differences: Sequence[Difference] = ()
+    largest: float = 0.0
+    refused: str | None = None
+    traffic: dict[tuple[str, str, str], tuple[int, int]] | None = None
+
+    @property
+    def passed(self) -> bool:
+        return not self.differences and self.refused is None
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "layout": self.layout,
+            "ranks": self.ranks,
+            "passed": self.passed,
+            "largest": self.largest,
+            "refused": self.refused,
+            "differences": [d.to_dict() for d in self.differences],
+            "traffic": [[*key, *value] for key, value in sorted((self.traffic or {}).items())],
+        }
+
+
+def verify(
+    target: str | Target,
+    layouts: str | Sequence[str],
+    *,
+    steps: int = 3,
+    dtype: str = "fp64",
+    shrink: bool = False,
+    clip: float = 0.1,
+    world: int | None = None,
+    timeout: float = 600.0,
+    report: Callable[[Verdict], None] = lambda verdict: None,
+    options: dict[str, Any] | None = None,
+) -> list[Verdict]:
+    """Train `target` for a few steps at each layout, on processes of this machine, and compare with one process.
+
+    Args:
+        target: "script.py:Lit" or a `Target`.
+        layouts: one or several.
+        steps: optimizer steps; the right weights of step n need the right update of step n-1.
+        dtype: "fp64" (differences above 1e-9 count), "fp32" (1e-5) or "bf16" (5e-2).
+        shrink: build Hugging Face models small.
+        clip: gradient_clip_val of both runs; small, so that a wrong norm shows in the weights.
+        world: ranks for layouts that leave dp open; None takes the fewest.
+        timeout: seconds for one run.
+        report: called with each verdict as it comes.
+        options: further arguments of ParallaxStrategy.
+
+    Raises:
+        ValueError: the script does not import, a layout is impossible, or the module gives different results when one
+            process runs it twice.
+    """
+    if dtype not in TOLERANCE:
+        raise ValueError(f"dtype {dtype!r} is not known; use one of {', '.join(TOLERANCE)}")
+    parsed = Target.parse(target) if isinstance(target, str) else target
+    settings = Settings(parsed, steps, dtype, clip, shrink=shrink, options=options or {})
+    asked = [Layout.from_any(la) for la in ([layouts] if isinstance(layouts, str) else layouts)]
+    resolved = [la.resolve(world or la.ranks_needed) for la in asked]
+    pool, verdicts, repeatable = Pool(timeout), list[Verdict](), False
+    for wanted, layout in zip(asked, resolved, strict=True):
+        try:
+            ranks = pool.run(layout.world_size, run_layout, settings, str(replace(wanted, data_parallel_size=layout.data_parallel_size)))
+        except RankFailed as error:
+            if not error.user or len(resolved) == 1:
+                raise ValueError(str(error)) from None
+            verdict = Verdict(str(layout), layout.world_size, refused=str(error))
+        else:
+            batches = whole_batches(ranks)
+            one = pool.run(1, run_one, settings, batches)[0]
+            if not repeatable:
+                _require_repeatable(one, pool.run(1, run_one, settings, batches)[0])
+                repeatable = True
+            verdict = _judge(layout, ranks, one, TOLERANCE[dtype])
+        verdicts.append(verdict)
+        report(verdict)
+    return verdicts
+
+
+def _judge(layout: Layout, ranks: list[RankResult], one: Observation, tolerance: float) -> Verdict:
+    sizes = {**layout.axis_sizes(), "ep": layout.expert_parallel_size, "m": layout.num_microbatches or 1}
+    found = Comparison(ranks, one, sizes, tolerance)
+    return Verdict(str(layout), layout.world_size, found.differences, found.largest, None, ranks[0].traffic)
+
+
+def _require_repeatable(first: Observation, second: Observation) -> None:
+    for step, (a, b) in enumerate(zip(first.losses, second.losses, strict=True)):
+        if a != b:
+            raise ValueError(
+                f"the module is not deterministic: run twice in one process, its loss at step {step} is {a!r} and then "
+                f"{b!r}. Nothing can be proven about it; look for random numbers outside torch's default generator, "
+                f"time-dependent values, or data augmentation in the loader"
+            )
