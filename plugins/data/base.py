@@ -127,7 +127,10 @@ class DataEngine(ABC):
 
     @abstractmethod
     def full_state(self, fqn: str) -> dict[str, Tensor]:
-        """Optimizer state of a parameter, shaped as it (this rank's tp/pp part, whole over the data axis). Collective."""
+        """Optimizer state of a parameter, shaped as it: this rank's tp/pp part, whole over the data axis. Collective.
+
+        Only what has the parameter's shape: moments, not step counts.
+        """
 
     @abstractmethod
     def module_state(self) -> dict[str, Any]:

@@ -103,7 +103,8 @@ class Shards(ABC):
         out: dict[str, Tensor] = {}
         with self.optimizer_params():
             states = [(key, m, self.optimizer.optimizer.state.get(m, {})) for key, m in enumerate(self.masters)]
-            shaped = {n: t for _, m, st in states for n, t in st.items() if isinstance(t, Tensor) and t.shape == m.shape}
+            everything = ((n, t, m) for _, m, state in states for n, t in state.items())
+            shaped = {n: t for n, t, m in everything if isinstance(t, Tensor) and t.shape == m.shape}
             for name in sorted(shaped):  # the same names everywhere, also where this rank has no share of the parameter
                 out[name] = torch.zeros(shape, dtype=shaped[name].dtype, device=param.device)
                 for (key, params), (_, _, state) in zip(self.members(), states, strict=True):

@@ -19,11 +19,13 @@ def add_verify(commands: Any) -> None:
     parser = commands.add_parser(
         "verify",
         help="train a module for a few steps at a layout and in one process, and compare everything",
-        description="Trains the LightningModule for a few steps at the layout, on processes of this machine, and in one "
-        "process; compares losses, gradient norms, every gradient, weight and optimizer state, logged metrics and the "
+        description="Trains the LightningModule for a few steps at the layout, on processes of this machine, and in "
+        "one process; compares losses, gradient norms, every gradient, weight and optimizer state, metrics and the "
         "samples read. Status 0: the same; 1: a difference, which is named; 2: it could not be run.",
     )
-    parser.add_argument("target", help="script.py:Name or package.module:Name; Name() makes the module (or module, data)")
+    parser.add_argument(
+        "target", help="script.py:Name or package.module:Name; Name() makes the module or (module, data)"
+    )
     parser.add_argument("--layout", action="append", default=[], help='e.g. "tp2 pp2"; may be repeated')
     parser.add_argument("--all", type=int, metavar="N", help="every layout of up to N ranks, as a matrix")
     parser.add_argument("--steps", type=int, default=3, help="optimizer steps (default 3)")

@@ -37,7 +37,7 @@ def likely_cause(clue: Clue) -> str:
     if not torch.isfinite(clue.got).all() and torch.isfinite(clue.want).all():
         return "not finite, or held by no rank: a part that is never computed, or an uninitialised buffer"
     if clue.replicas:
-        return "replicas disagree between ranks: a missing reduction (tied or replicated parameter), or other data on them"
+        return "replicas disagree between ranks: a missing reduction of a tied or replicated parameter, or other data"
     if (ratio := _ratio(clue.got, clue.want)) is not None:
         return _by_ratio(ratio, clue)
     if clue.got.dim() > 0 and (moved := _moved(clue.got, clue.want)) is not None:

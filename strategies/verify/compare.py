@@ -110,7 +110,7 @@ class Comparison:
             twice = [count for count in rows.values() if count > 1]
             alone = Counter(str(fingerprint(row)) for row in _rows(self._ranks[0].seen.batches[step]))
             if twice and max(alone.values(), default=1) == 1:
-                cause = f"{len(twice)} sample(s) of the step are read by more than one data rank: the sampler's rank is wrong"
+                cause = f"{len(twice)} sample(s) are read by more than one data rank: the sampler's rank is wrong"
                 yield Difference("sample", "", step, "data", 1.0, tuple(readers.values()), cause)
                 return
 
@@ -167,7 +167,9 @@ class Comparison:
                 continue
             clue = Clue(what, found, right, self._sizes, replicas=spread > self._tolerance)
             holders = tuple(i for i, r in enumerate(self._ranks) if any(self._name(n) == name for n in r.shards))
-            yield Difference(what, name + suffix, step, phase, error if error == error else 1.0, holders, likely_cause(clue))
+            yield Difference(
+                what, name + suffix, step, phase, error if error == error else 1.0, holders, likely_cause(clue)
+            )
 
     def _whole(self, kind: str, step: int | None) -> Assembled:
         of = lambda seen: getattr(seen, kind) if step is None else getattr(seen, kind)[step]  # noqa: E731

@@ -19,7 +19,7 @@ def all_layouts(ranks: int, *, experts: bool, zero: tuple[int, ...] = (0, 1, 2, 
         experts: whether to vary ep as well.
         zero: stages to try where there is more than one data rank.
     """
-    sizes = [n for n in range(1, ranks + 1)]
+    sizes = list(range(1, ranks + 1))
     combinations = sorted(
         (c for c in product(sizes, repeat=4) if 1 < c[0] * c[1] * c[2] * c[3] <= ranks),
         key=lambda c: (c[0] * c[1] * c[2] * c[3], c),

@@ -53,7 +53,9 @@ class Pool:
             for rank in range(world):
                 here, there = self._context.Pipe(duplex=False)
                 process = self._context.Process(
-                    target=_child, args=(there, rank, world, str(Path(folder) / "store"), self._timeout, fn, args), daemon=True
+                    target=_child,
+                    args=(there, rank, world, str(Path(folder) / "store"), self._timeout, fn, args),
+                    daemon=True,
                 )
                 process.start()
                 there.close()
@@ -74,11 +76,13 @@ class Pool:
         while pipes:
             ready = wait(list(pipes), timeout=max(0.0, end - time.monotonic()))
             if not ready:
-                raise TimeoutError(f"rank(s) {sorted(pipes.values())} of {world} were not done after {self._timeout:.0f} s")
+                raise TimeoutError(
+                    f"rank(s) {sorted(pipes.values())} of {world} were not done after {self._timeout:.0f} s"
+                )
             for pipe in ready:
                 rank = pipes.pop(pipe)
                 try:
-                    ok, value = pickle.loads(pipe.recv_bytes())
+                    ok, value = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
                 except EOFError:
                     raise RankFailed(f"rank {rank} of {world} ended without a word", user=False) from None
                 if not ok:
@@ -92,6 +96,7 @@ def _child(
 ) -> None:
     import torch
     import torch.distributed as dist
+    from torch.distributed import FileStore  # type: ignore[attr-defined]
 
     torch.set_num_threads(1)  # as many processes as ranks on one machine
     os.environ.update({"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)})  # DeepSpeed reads them
@@ -99,7 +104,7 @@ def _child(
     try:
         if world > 1:
             limit = timedelta(seconds=timeout)
-            dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=limit)
+            dist.init_process_group("gloo", store=FileStore(store, world), rank=rank, world_size=world, timeout=limit)
         _silence()
         value = fn(rank, world, *args)
         pipe.send_bytes(pickle.dumps((True, value)))  # not send(): it would share tensors with a process that ends

@@ -171,7 +171,7 @@ def _trainer(settings: Settings, observer: Observer, **options: Any) -> Trainer:
     callbacks: list[Any] = [observer] if settings.dropout else [_NoDropout(), observer]
     return Trainer(
         accelerator="cpu",
-        precision=PRECISION[settings.dtype],
+        precision=PRECISION[settings.dtype],  # type: ignore[arg-type]
         max_steps=settings.steps,
         gradient_clip_val=settings.clip,
         logger=False,
@@ -214,7 +214,9 @@ class _NoDropout(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         for module in pl_module.modules():
             for name, value in vars(module).items():
-                if isinstance(value, float) and ("drop" in name or (name == "p" and "Dropout" in type(module).__name__)):
+                if isinstance(value, float) and (
+                    "drop" in name or (name == "p" and "Dropout" in type(module).__name__)
+                ):
                     setattr(module, name, 0.0)
 
 
@@ -228,5 +230,8 @@ def whole_batches(ranks: list[RankResult]) -> list[Any]:
 def _joined(batches: list[Any]) -> Any:
     """Batches of data ranks as one, joined along dim 0."""
     flat = [tree_flatten(batch) for batch in batches]
-    leaves = [torch.cat(parts) if isinstance(parts[0], Tensor) and parts[0].dim() else parts[0] for parts in zip(*(f[0] for f in flat), strict=True)]
+    leaves = [
+        torch.cat(parts) if isinstance(parts[0], Tensor) and parts[0].dim() else parts[0]
+        for parts in zip(*(f[0] for f in flat), strict=True)
+    ]
     return tree_unflatten(leaves, flat[0][1])

@@ -78,8 +78,8 @@ class Target:
             raise ValueError(f"{self.name} in {self.source!r} makes a {type(module).__name__}, not a LightningModule")
         if self.synthetic is None and data is None and not is_overridden("train_dataloader", module):
             raise ValueError(
-                f"{self.name} in {self.source!r} has no train_dataloader; let it make (module, loader), or use synthetic "
-                f"batches: --synthetic 4x32 (samples x tokens)"
+                f"{self.name} in {self.source!r} has no train_dataloader; let it make (module, loader), or use "
+                f"synthetic batches: --synthetic 4x32 (samples x tokens)"
             )
         return module, data
 

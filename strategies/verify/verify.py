@@ -94,7 +94,12 @@ def verify(
     pool, verdicts, repeatable = Pool(timeout), list[Verdict](), False
     for wanted, layout in zip(asked, resolved, strict=True):
         try:
-            ranks = pool.run(layout.world_size, run_layout, settings, str(replace(wanted, data_parallel_size=layout.data_parallel_size)))
+            ranks = pool.run(
+                layout.world_size,
+                run_layout,
+                settings,
+                str(replace(wanted, data_parallel_size=layout.data_parallel_size)),
+            )
         except RankFailed as error:
             if not error.user or len(resolved) == 1:
                 raise ValueError(str(error)) from None

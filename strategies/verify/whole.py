@@ -31,7 +31,9 @@ class Assembled:
     disagree: dict[str, tuple[int, float]] = field(default_factory=dict)
 
 
-def assemble_whole(parts: Sequence[tuple[Named, Shards]], like: Named, tied: Mapping[str, str] | None = None) -> Assembled:
+def assemble_whole(
+    parts: Sequence[tuple[Named, Shards]], like: Named, tied: Mapping[str, str] | None = None
+) -> Assembled:
     """`parts` by rank -> whole tensors shaped as `like`.
 
     Args:
