@@ -12,6 +12,7 @@ from math import floor, log10
 from parallax.plugins.pipeline.actions import KINDS
 from parallax.plugins.pipeline.gantt import Gantt
 from parallax.plugins.pipeline.picture_text import COLOURS, NAMES
+from parallax.plugins.pipeline.trace import Comparison
 
 WIDTH = 1160
 """Of the picture, in pixels."""
@@ -71,6 +72,14 @@ def page(title: str, pictures: Sequence[str], notes: Sequence[str] = ()) -> str:
         f"<title>{escape(title)}</title><style>{STYLE}{PAGE}</style><h1>{escape(title)}</h1>{lines}"
         f"{''.join(pictures)}</html>\n"
     )
+
+
+def draw_both(title: str, found: Comparison) -> str:
+    """The page of a measured and a predicted step, at one scale of time."""
+    both = {"measured": found.measured, "predicted": found.predicted}
+    until = max(gantt.makespan for gantt in both.values())
+    pictures = [draw(gantt, name, "s", until=until, names=True) for name, gantt in both.items()]
+    return page(title, pictures, [str(found)])
 
 
 def summary(gantt: Gantt, unit: str = "") -> str:

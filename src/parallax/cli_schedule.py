@@ -18,7 +18,7 @@ from rich.console import Console
 from parallax.plugins.pipeline.actions import Lists
 from parallax.plugins.pipeline.catalog import find_schedule, make_lists
 from parallax.plugins.pipeline.gantt import Gantt
-from parallax.plugins.pipeline.picture_svg import draw, page, summary
+from parallax.plugins.pipeline.picture_svg import draw, draw_both, page, summary
 from parallax.plugins.pipeline.picture_text import chart, legend
 from parallax.plugins.pipeline.schedule_csv import load_csv, save_csv
 from parallax.plugins.pipeline.simulator import Costs, simulate
@@ -77,15 +77,10 @@ def show_schedule(options: argparse.Namespace) -> int:
 
 def _show_trace(options: argparse.Namespace) -> int:
     found = compare(load_trace(options.trace))
-    title, both = Path(options.trace).name, max(found.measured.makespan, found.predicted.makespan)
-    pictures = {"measured": found.measured, "predicted": found.predicted}
-
-    def drawn(*, names: bool) -> list[str]:
-        return [draw(gantt, name, "s", until=both, names=names) for name, gantt in pictures.items()]
-
+    title, pictures = Path(options.trace).name, {"measured": found.measured, "predicted": found.predicted}
     if options.svg:
         raise ValueError("--svg is for one picture; a trace has two, measured and predicted: use --html")
-    _write(options.html, lambda: page(f"Step {title}", drawn(names=True), [str(found)]))
+    _write(options.html, lambda: draw_both(f"Step {title}", found))
     if options.csv:
         _write_lists(found.measured.lists, options.csv)
     if options.json:
