@@ -62,7 +62,7 @@ def test_a_users_schedule_trains_as_one_process_and_runs_as_written(tmp_path: Pa
     path = tmp_path / "own.csv"
     lists = make_lists(find_schedule("zb_v"), 2, 4)
     save_csv(lists, path)
-    want = reference.train("plain", torch.float64).weights
+    want = {f"model.{name}": tensor for name, tensor in reference.train("plain", torch.float64).weights.items()}
     ranks = run_ranks(2, own_rank, str(path), timeout=120)
     for way, ran in (("function", backwards(2, 4, 2)), ("name", backwards(2, 4, 2)), ("file", lists)):
         weights: dict[str, Any] = {}
