@@ -154,6 +154,11 @@ class Layout:
             raise ValueError(
                 f"context_inner_size {inner} does not divide context_parallel_size {cp}; use one of {valid}"
             )
+        if (self.stages_per_rank or 1) > 1 and self.pipeline_parallel_size == 1:
+            raise ValueError(
+                f"stages_per_rank {self.stages_per_rank} cuts the model of each rank of a pipeline, but "
+                f"pipeline_parallel_size is 1; set it to at least 2 or leave stages_per_rank out"
+            )
         self._check_expert_fold()
 
     def _check_expert_fold(self) -> None:

@@ -23,14 +23,14 @@ class Costs:
     Attributes:
         forward: of "F".
         backward: of a whole backward, "B".
-        weight: of "W", the part of a backward that computes gradients of weights.
+        weight: of "W", the part of a backward that computes gradients of weights; None: half of it.
         input: of "I"; None: backward - weight.
         transfer: from the end of an action to the moment another rank can use its result; ranks do not work on it.
     """
 
     forward: Cost = 1.0
     backward: Cost = 2.0
-    weight: Cost = 1.0
+    weight: Cost | None = None
     input: Cost | None = None
     transfer: float = 0.0
 
@@ -40,7 +40,8 @@ class Costs:
         Raises:
             ValueError: a cost below 0, no cost at all, or not as many as there are stages.
         """
-        table = {kind: _each(kind, value, stages) for kind, value in zip("FBW", self._three(), strict=True)}
+        table = {"F": _each("F", self.forward, stages), "B": _each("B", self.backward, stages)}
+        table["W"] = [b / 2 for b in table["B"]] if self.weight is None else _each("W", self.weight, stages)
         halves = zip(table["B"], table["W"], strict=True)
         table["I"] = [b - w for b, w in halves] if self.input is None else _each("I", self.input, stages)
         for kind, costs in table.items():
@@ -50,9 +51,6 @@ class Costs:
         if self.transfer < 0 or not any(table["F"] + table["B"]):
             raise ValueError(f"costs must be at least 0 and not all 0, got {self}")
         return {kind: table[kind] for kind in KINDS}
-
-    def _three(self) -> tuple[Cost, Cost, Cost]:
-        return self.forward, self.backward, self.weight
 
 
 def _each(kind: str, cost: Cost, stages: int) -> list[float]:

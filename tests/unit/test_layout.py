@@ -69,6 +69,8 @@ def test_parse_reads_the_data_engine() -> None:
         ("tp0", ["tensor_parallel_size", "at least 1", "0"]),
         ("zero4", ["zero_stage", "0 to 3", "4"]),
         ("mb0", ["num_microbatches", "at least 1"]),
+        ("v2", ["stages_per_rank 2", "pipeline_parallel_size is 1"]),
+        ("pp2 v0", ["stages_per_rank", "at least 1"]),
         ("tp=two", ["tensor_parallel_size", "'two'"]),
         ("tp=-2", ["tensor_parallel_size", "-2"]),
         ("ep3 dp4", ["expert_parallel_size 3", "4 x 1 = 4", "1, 2, 4"]),
