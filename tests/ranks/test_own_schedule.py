@@ -1,5 +1,5 @@
-"""A user's own schedule, as a function, as "module:function" and as a file, trains as one process does; what ran, in which
-order and how long, is recorded."""
+"""A user's own schedule, as a function, as "module:function" and as a file, trains as one process does; what ran when is
+recorded."""
 
 from __future__ import annotations
 
