@@ -17,6 +17,8 @@ from importlib.metadata import version
 from rich.console import Console
 from rich.table import Table
 
+from parallax.cli_config import add_config
+from parallax.cli_results import add_results
 from parallax.cli_run import run_module, run_script, use_layout
 from parallax.cli_schedule import add_schedule
 from parallax.cli_verify import add_verify
@@ -75,7 +77,7 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     """The parser and the names of its subcommands."""
     parser = argparse.ArgumentParser(
         prog="parallax",
-        usage="parallax [-h] [--version] {plugins,layout,run,launch,topo} ... | [--layout L] {script.py,-m module} ...",
+        usage="parallax [-h] [--version] COMMAND ... | [--layout L] {script.py,-m module} ...",
         description="Every form of parallelism for a plain LightningModule.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -100,6 +102,8 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     add_topo(commands)
     add_schedule(commands)
     add_verify(commands)
+    add_config(commands)
+    add_results(commands)
     return parser, list(commands.choices)
 
 
