@@ -86,9 +86,8 @@ def _key(name: str, field: Field[Any], doc: str) -> Key:
 
 
 def _default(field: Field[Any]) -> str:
-    value: Any = field.default
-    if value is MISSING:
-        value = field.default_factory() if field.default_factory is not MISSING else "(required)"
+    make: Any = field.default_factory
+    value: Any = field.default if make is MISSING else make()
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return str(value)

@@ -128,10 +128,10 @@ def hf_config(conf: ModelConf) -> Any:
         raise ValueError(
             f"model.family={conf.family} needs transformers: pip install 'lightning-parallax[hf]'"
         ) from missing
-    known = AutoConfig.for_model(conf.family).to_dict()
+    default = AutoConfig.for_model(conf.family)
     for name in conf.options:
-        if name not in known:
-            raise unknown_name("key in 'model.options'", name, known)
+        if not hasattr(default, name):  # it would be kept, and never read
+            raise unknown_name("key in 'model.options'", name, default.to_dict())
     given = arguments(conf)
     theta = given.pop("rope_theta", None)
     rope = {} if theta is None else {"rope_parameters": {"rope_type": "default", "rope_theta": float(theta)}}

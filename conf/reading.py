@@ -6,7 +6,7 @@ It is not: composition, which is Hydra's or the caller's, nor the schema (`schem
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ from omegaconf.errors import (
     ConfigAttributeError,
     ConfigKeyError,
     InterpolationResolutionError,
-    MissingMandatoryValue,
     OmegaConfBaseException,
     ReadonlyConfigError,
     ValidationError,
@@ -61,9 +60,11 @@ def _read(config: Any, changes: tuple[str, ...]) -> RunConf:
         if not Path(config).is_file():
             raise ValueError(f"there is no configuration file {str(config)!r}")
         config = OmegaConf.load(config)
-    if isinstance(config, Mapping | DictConfig) and "hydra" in config:
-        config = OmegaConf.masked_copy(config, [key for key in config if key != "hydra"])
-    merged = OmegaConf.merge(structured(), config, OmegaConf.from_dotlist(list(changes)))
+    asked = without_hydra(config)
+    missing = sorted(OmegaConf.missing_keys(asked))
+    if missing:  # a merge would keep the default instead
+        raise ValueError(f"{missing[0]} must be given; {_about(missing[0], RunConf)}")
+    merged = OmegaConf.merge(structured(), asked, OmegaConf.from_dotlist(list(changes)))
     assert isinstance(merged, DictConfig)
     OmegaConf.resolve(merged)
     made = OmegaConf.to_object(merged)
@@ -82,13 +83,18 @@ def explain(error: Exception, schema: type = RunConf) -> ValueError:
         return unknown_name(where, last, valid) if valid else ValueError(f"unknown key {name!r}: {_first(error)}")
     if isinstance(error, InterpolationResolutionError):
         return ValueError(f"{name}: an interpolation leads nowhere: {_first(error)}")
-    if isinstance(error, MissingMandatoryValue):
-        return ValueError(f"{name} must be given, e.g. {name}=...; {_about(name, schema)}")
     if isinstance(error, ReadonlyConfigError):
         return ValueError(f"{name} cannot be changed: {_first(error)}")
     if isinstance(error, ValidationError):
         return ValueError(f"{name}: {_first(error)}; {_about(name, schema)}")
     return ValueError(f"{name}: {_first(error)}" if name else _first(error))
+
+
+def without_hydra(config: Any) -> DictConfig:
+    """A plain copy of `config`, without Hydra's own node and without a schema; interpolations stay."""
+    plain = OmegaConf.to_container(config) if OmegaConf.is_config(config) else dict(config)
+    assert isinstance(plain, dict)
+    return OmegaConf.create({key: value for key, value in plain.items() if key != "hydra"})
 
 
 def relative_paths(config: Any, prefix: str = "") -> Iterator[tuple[str, Path]]:

@@ -129,7 +129,7 @@ class ClusterConf:
         _one_of("cluster.starter", self.starter, STARTERS)
         _at_least(self, "cluster", 1, ("ranks", "threads", "timeout"))
         if self.starter == "torchrun" and self.hostfile is not None:
-            raise ValueError("cluster.starter=torchrun starts processes on this machine only: use mpirun, or no hostfile")
+            raise ValueError("cluster.starter=torchrun serves this machine only: use mpirun, or no cluster.hostfile")
 
 
 @dataclass
@@ -147,7 +147,7 @@ class TrainerConf:
     """Machines. Unit: machines."""
 
     precision: str = "32-true"
-    """Lightning's word for the type of weights and of computation: 32-true, bf16-mixed, bf16-true, 16-mixed, 64-true."""
+    """Lightning's word for the types of weights and computation: 32-true, bf16-mixed, bf16-true, 16-mixed, 64-true."""
 
     max_steps: int = 80
     """Optimizer steps. Unit: steps."""

@@ -118,7 +118,7 @@ class TextData(L.LightningDataModule):
 
     def __init__(
         self,
-        path: str | None = None,
+        path: str | Path | None = None,
         patterns: Sequence[str] | None = None,
         max_bytes: int = 8_000_000,
         seq_len: int = 128,

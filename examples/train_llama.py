@@ -80,7 +80,7 @@ def train(conf: RunConf) -> None:
     processes = count_processes(conf.trainer)
     with same_on_every_rank():
         if conf.cluster.ranks not in (None, processes):
-            raise ValueError(f"cluster.ranks={conf.cluster.ranks}, but this run has {processes} processes: leave it out")
+            raise ValueError(f"cluster.ranks={conf.cluster.ranks}, but this run has {processes} processes")
     out = conf.output_dir or Path(f"outputs/train_llama/{datetime.now():%Y-%m-%d_%H-%M-%S}")
     layout = choose_layout(conf, processes)
     strategy = parallax.ParallaxStrategy(

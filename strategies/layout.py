@@ -124,11 +124,11 @@ class Layout:
     @classmethod
     def _checked(cls, found: dict[str, Any]) -> Layout:
         """A layout of `found`, whose names are known."""
-        for field in TEXT_FIELDS:
-            valid = _names(field)
-            if field == "schedule" and is_own_schedule(found.get(field)):
+        for field in (name for name in TEXT_FIELDS if name in found):
+            if field == "schedule" and is_own_schedule(found[field]):
                 continue
-            if field in found and found[field] not in valid:
+            valid = _names(field)
+            if found[field] not in valid:
                 raise unknown_name(field.replace("_", " "), str(found[field]), valid)
         return cls(**found)
 

@@ -26,8 +26,9 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 
-RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
-"""Variables of Open MPI, of MPICH and Intel MPI, and of PMIx alone; as in `detect.py`, not imported from there."""
+RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "RANK")
+"""Variables of Open MPI, of MPICH and Intel MPI, of PMIx alone, and of torchrun; as in `detect.py`, not imported from
+there."""
 REDRAW_WAIT = 0.5
 """Seconds between two states of a redrawn line, and after which a line without an end is shown."""
 DRAIN = 1.0

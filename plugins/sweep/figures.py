@@ -14,9 +14,11 @@ from typing import Any
 from parallax.plugins.sweep.results import Run, axes_of
 from parallax.strategies.names import unknown_name
 
-BLUE, GREY, ORANGE = "#3b6ea8", "#c8ccd0", "#d9822b"
+BLUE, GREY, ORANGE, RED = "#3b6ea8", "#c8ccd0", "#d9822b", "#a33333"
 PANEL = 5.2
 """Width of a panel in inches."""
+NAME_SIZE = 7
+"""Of the names beside points."""
 ROWS = 40
 """Most bars in a panel: the fastest."""
 
@@ -41,7 +43,7 @@ def bars(runs: Sequence[Run]) -> Any:
         if failed:
             told = ", ".join(f"{run.layout} ({run.record['status']})" for run in failed[:4])
             more = f" and {len(failed) - 4} more" if len(failed) > 4 else ""
-            ax.text(0.0, len(ran) + 0.1, f"failed: {told}{more}", fontsize=8, color="#a33", va="center")
+            ax.text(0.0, len(ran) + 0.1, f"failed: {told}{more}", fontsize=8, color=RED, va="center")
         _finish(ax, title, "seconds a step: median, quartiles as whiskers")
     return figure
 
@@ -65,13 +67,18 @@ def heat_map(runs: Sequence[Run], x: str | None = None, y: str | None = None) ->
     columns = sorted({run.value(x) for run in runs if run.value(x) is not None})
     rows = sorted({run.value(y) for run in runs if run.value(y) is not None})
     figure, axes = _figure(len(panels), height=1.6 + 0.62 * len(rows))
-    for ax, (title, ran, _) in zip(axes, panels, strict=True):
+    for ax, (title, ran, failed) in zip(axes, panels, strict=True):
         best: dict[tuple[Any, Any], Run] = {}
         for run in sorted(ran, key=lambda run: -run.value("step_time_s")):
             best[run.value(x), run.value(y)] = run
         grid = [[_time(best.get((column, row))) for column in columns] for row in rows]
         ax.imshow(grid, cmap="YlGnBu", aspect="auto")
         times = [value for line in grid for value in line if not math.isnan(value)]
+        for run in failed:
+            place = run.value(x), run.value(y)
+            if None not in place and place not in best:
+                at = (columns.index(place[0]), rows.index(place[1]))
+                ax.text(*at, run.record["status"], ha="center", va="center", fontsize=8, color=RED)
         for (column, row), run in best.items():
             value = _time(run)
             dark = value > min(times) + 0.55 * (max(times) - min(times))
@@ -86,18 +93,18 @@ def heat_map(runs: Sequence[Run], x: str | None = None, y: str | None = None) ->
 
 
 def memory_against_time(runs: Sequence[Run]) -> Any:
-    """One point a run; the line joins those that no other run beats in both."""
+    """One point a run; the line joins those that no other run beats in both. Points in a crowd go without a name."""
     panels = _panels(runs)
     figure, axes = _figure(len(panels), height=4.2)
     for ax, (title, ran, _) in zip(axes, panels, strict=True):
         points = [(run.value("step_time_s"), run.value("memory_mib"), run.layout) for run in ran]
         front = pareto([(time, memory) for time, memory, _ in points])
         ax.plot([time for time, _ in front], [memory for _, memory in front], color=ORANGE, lw=1.2, zorder=1)
-        for time, memory, name in points:
+        for time, memory, _ in points:
             ax.scatter(time, memory, color=ORANGE if (time, memory) in front else BLUE, s=28, zorder=2)
-            ax.annotate(name, (time, memory), xytext=(4, 4), textcoords="offset points", fontsize=7)
-        ax.margins(0.18, 0.15)
+        ax.margins(0.2, 0.15)
         ax.set_ylim(bottom=0)
+        _name_points(ax, sorted(points, key=lambda point: point[:2] not in front))
         ax.set_ylabel("peak memory of the largest rank (MiB)")
         _finish(ax, title, "seconds a step (median)")
     return figure
@@ -122,6 +129,28 @@ def png(figure: Any) -> bytes:
 def save(figure: Any, path: Path) -> None:
     """Write `figure` as PNG."""
     path.write_bytes(png(figure))
+
+
+def _name_points(ax: Any, points: Sequence[tuple[float, float, str]]) -> None:
+    """Write each name beside its point where no other name or point is; the first go first."""
+    ax.figure.draw_without_rendering()  # the layout is known from here on
+    dots = [tuple(ax.transData.transform(point[:2])) for point in points]
+    unit = ax.figure.dpi / 72 * NAME_SIZE
+    taken: list[tuple[float, float, float, float]] = [(px - 3, py - 3, px + 3, py + 3) for px, py in dots]
+    for (time, memory, name), (px, py) in zip(points, dots, strict=True):
+        width = 0.56 * unit * len(name)
+        sides = ((5, 3), (5, -3 - unit), (-5 - width, 3), (-5 - width, -3 - unit), (5, 3 + unit), (5, -3 - 2 * unit))
+        for dx, dy in sides:
+            box = (px + dx, py + dy, px + dx + width, py + dy + unit)
+            if not any(_overlap(box, other) for other in taken):
+                taken.append(box)
+                offset = (dx * 72 / ax.figure.dpi, dy * 72 / ax.figure.dpi)
+                ax.annotate(name, (time, memory), xytext=offset, textcoords="offset points", fontsize=NAME_SIZE)
+                break
+
+
+def _overlap(a: tuple[float, float, float, float], b: tuple[float, float, float, float]) -> bool:
+    return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]
 
 
 def _time(run: Run | None) -> float:

@@ -19,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from torch import nn
 
 from parallax.conf.models import build_model
-from parallax.conf.reading import explain, read
+from parallax.conf.reading import explain, read, without_hydra
 from parallax.conf.schema import ModelConf, RunConf
 from parallax.plugins import registry
 from parallax.plugins.pipeline.catalog import find_schedule
@@ -145,7 +145,7 @@ def check_batch(conf: RunConf, layout: Layout) -> None:
 
 def digest(config: DictConfig, layout: Layout) -> str:
     """Stands for what a job with this configuration and normal layout does."""
-    work = OmegaConf.to_container(OmegaConf.masked_copy(config, [key for key in config if key != "hydra"]), resolve=True)
+    work = OmegaConf.to_container(without_hydra(config), resolve=True)
     assert isinstance(work, dict)
     text = json.dumps(
         {**{key: value for key, value in work.items() if key not in NOT_THE_WORK}, "layout": layout.to_dict()},

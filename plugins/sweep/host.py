@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-PACKAGES = ("lightning-parallax", "torch", "lightning", "deepspeed", "transformers", "mpi4py", "omegaconf", "hydra-core")
+PACKAGES = ("lightning-parallax", "torch", "lightning", "deepspeed", "transformers", "mpi4py", "hydra-core")
 
 
 def versions() -> dict[str, str]:

@@ -20,6 +20,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from parallax.conf.reading import without_hydra
 from parallax.plugins.launch.guard import die_with_parent
 from parallax.plugins.launch.hosts import allot, read_hostfile
 from parallax.plugins.launch.launch_command import guarded, hint_names
@@ -98,8 +99,7 @@ class Job:
         self.number, self.point, self.folder, self.limits = number, point, folder, limits
         shutil.rmtree(folder, ignore_errors=True)  # what a stopped sweep has left
         folder.mkdir(parents=True)
-        shown = OmegaConf.masked_copy(point.config, [key for key in point.config if key != "hydra"])
-        (folder / "config.yaml").write_text(OmegaConf.to_yaml(shown, resolve=True))
+        (folder / "config.yaml").write_text(OmegaConf.to_yaml(without_hydra(point.config), resolve=True))
         command, variables = job_command(program, point, folder, limits)
         if devices:
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
@@ -153,14 +153,14 @@ def failure(status: int, log: str, limits: Limits) -> tuple[str, str]:
     if "SIGKILL" in reason:
         return "killed", f"{reason}; the system does so when memory runs out"
     if status == 0:
-        return "error", f"it ended well but left no record: the script's Trainer needs the callback RunRecord ({reason})"
+        return "error", f"it left no record: the script's Trainer needs the callback RunRecord ({reason})"
     return "error", reason
 
 
 def failed_record(point: Point, kind: str, reason: str, extra: Mapping[str, Any]) -> dict[str, Any]:
     """The record of a job that has none of its own."""
-    layout = point.layout.to_dict() if point.layout is not None else {}
-    return {"status": kind, "reason": reason, "layout": point.words, "layout_keys": layout, "ranks": point.ranks, **extra}
+    keys = point.layout.to_dict() if point.layout is not None else {}
+    return {"status": kind, "reason": reason, "layout": point.words, "layout_keys": keys, "ranks": point.ranks, **extra}
 
 
 def _quoted(text: str) -> str:

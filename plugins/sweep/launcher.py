@@ -1,7 +1,7 @@
 """The work of `hydra/launcher=parallax`: what a sweeper proposes is filtered, run, recorded and shown.
 
-It is: the meeting of Hydra's sweep with the filter, the folder and the runner. It is not: a sweeper: Hydra's own, optuna
-and others propose the points, of a space from which the impossible ones have gone.
+It is: the meeting of Hydra's sweep with the filter, the folder and the runner. It is not: a sweeper: Hydra's own,
+optuna and others propose the points, of a space from which the impossible ones have gone.
 """
 
 from __future__ import annotations

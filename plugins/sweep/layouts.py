@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from parallax.conf.schema import SIZES, SweepConf
 from parallax.strategies.layout import Layout
 from parallax.strategies.layout_nearest import valid_sizes
-from parallax.strategies.layout_words import OPTIONAL, SHORT
+from parallax.strategies.layout_words import OPTIONAL, SHORT, TEXT_FIELDS, read_mapping
 
 
 def layouts(world: int, sizes: Sequence[str], vary: Mapping[str, Sequence[Any]] | None = None) -> Iterator[Layout]:
@@ -26,21 +26,30 @@ def layouts(world: int, sizes: Sequence[str], vary: Mapping[str, Sequence[Any]] 
         world: number of ranks.
         sizes: axes that may be longer than 1.
         vary: other keys of a layout, each with the values to try.
+
+    Raises:
+        ValueError: an unknown key, or a name that no plugin has.
     """
     seen = set()
     vary = vary or {}
+    varied = [_given(dict(zip(vary, values, strict=True))) for values in product(*vary.values())]
     for ranks in valid_sizes(world, folded="ep" in sizes):
         if any(size > 1 for axis, size in ranks.items() if axis not in sizes):
             continue
-        for values in product(*vary.values()):
-            given = {**{SHORT[axis]: size for axis, size in ranks.items()}, **dict(zip(vary, values, strict=True))}
+        for values in varied:
             try:
-                layout = normal(Layout.from_any(given), world)
+                layout = normal(Layout(**{SHORT[axis]: size for axis, size in ranks.items()}, **values), world)
             except ValueError:
                 continue  # these values do not go with these sizes
             if layout not in seen:
                 seen.add(layout)
                 yield layout
+
+
+def _given(values: Mapping[str, Any]) -> dict[str, Any]:
+    """`values` by their long names, names of schedules and engines checked."""
+    Layout.from_any({key: value for key, value in values.items() if SHORT.get(key, key) in TEXT_FIELDS})
+    return read_mapping(values)
 
 
 def normal(layout: Layout, world: int) -> Layout:
@@ -67,7 +76,7 @@ def in_words(layout: Layout) -> str:
     if auto.resolved_data_engine == layout.data_engine:
         layout = auto
     for name in OPTIONAL:
-        shorter = replace(layout, **{name: None})
+        shorter = Layout(**{**layout.to_dict(), name: None})  # type: ignore[arg-type]
         if name != "data_parallel_size" and shorter.resolve(layout.world_size) == layout:
             layout = shorter
     return str(layout)
@@ -79,7 +88,7 @@ def as_choice(sweep: Any) -> str:
     Raises:
         ValueError: a bad node, or no layout at all.
     """
-    given = OmegaConf.to_container(sweep, resolve=True) if OmegaConf.is_config(sweep) else sweep
+    given: Any = OmegaConf.to_container(sweep, resolve=True) if OmegaConf.is_config(sweep) else sweep
     conf = SweepConf(**given)
     found = [in_words(layout) for layout in layouts(conf.ranks, conf.sizes, conf.vary)]
     if not found:

@@ -13,8 +13,8 @@ The record of a run that went well:
     step_time_s          their median; step_time_spread_s: first and third quartile; step_times_s: all of them
     tokens_per_s         of the whole job, at the median
     peak_memory_bytes    of each rank (`memory.py`)
-    bytes_per_step       axis -> bytes a rank sends in a step (`comm.wire_bytes`), the mean over the ranks, as counted by
-                         the mesh's ledger; what DeepSpeed sends for ZeRO is its own and not in it
+    bytes_per_step       axis -> bytes a rank sends in a step (`comm.wire_bytes`), the mean over the ranks, as the
+                         mesh's ledger counts them; what DeepSpeed sends for ZeRO is its own and not in it
     bubble               idle share of the pipeline's schedule, simulated with backward = 2 x forward; 0 without one
     loss                 at the last step, the mean over the data ranks
     versions, host, date

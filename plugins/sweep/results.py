@@ -162,7 +162,7 @@ def shown(column: str, value: Any) -> str:
 
 def axes_of(runs: Sequence[Run]) -> list[str]:
     """The short names of the layout keys in which the runs differ, those with most values first."""
-    found = {}
+    found: dict[str, int] = {}
     for short, name in SHORT.items():
         if name in (SHORT[other] for other in found):
             continue
