@@ -72,7 +72,8 @@ def test_choice_for_hydra() -> None:
 
 
 def point(**keys: object) -> Point:
-    return Point(tuple(f"{k}={v}" for k, v in keys.items()), OmegaConf.create({"layout": keys, "cluster": {"ranks": None}}))
+    config = OmegaConf.create({"layout": keys, "cluster": {"ranks": None}})
+    return Point(tuple(f"{k}={v}" for k, v in keys.items()), config)
 
 
 def test_filter_keeps_each_possible_layout_once() -> None:
