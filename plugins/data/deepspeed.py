@@ -27,6 +27,7 @@ from parallax.plugins.data.deepspeed_config import ModelSize, zero_config
 from parallax.plugins.data.deepspeed_experts import ExpertGroups
 from parallax.plugins.data.deepspeed_restore import Restore
 from parallax.plugins.data.deepspeed_shards import PartitionedStates, PartitionedWeights, Shards
+from parallax.plugins.data.deepspeed_traffic import counted
 from parallax.plugins.data.state import cloned, load_tensors, trained_names
 from parallax.strategies.layout import Layout
 from parallax.strategies.mesh import Mesh
@@ -126,7 +127,7 @@ class DeepSpeedEngine(DataEngine):
             return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
 
         self.step_module.run = run
-        with shims.quiet():
+        with shims.quiet(), counted(self.mesh):
             seen = iter(self.engine())
         self.step_module.run = None
         result: T = tree_unflatten([next(seen) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
@@ -134,7 +135,7 @@ class DeepSpeedEngine(DataEngine):
 
     def backward(self, loss: Tensor) -> None:
         self._open()
-        with running.unwound_recompute(self.engine.optimizer):
+        with running.unwound_recompute(self.engine.optimizer), counted(self.mesh):
             self.engine.backward(loss, scale_wrt_gas=False)
 
     def _open(self) -> ExitStack:
@@ -155,7 +156,7 @@ class DeepSpeedEngine(DataEngine):
                 param.grad = torch.empty_like(param)  # torch compares it with the weight, which may be released
                 param.grad.data = torch.zeros(_shape(param), dtype=param.dtype, device=param.device)
         self.open_step = None
-        with self.experts.shown():
+        with self.experts.shown(), counted(self.mesh):
             held.close()
 
     @torch.no_grad()
@@ -165,7 +166,7 @@ class DeepSpeedEngine(DataEngine):
         )
         apply_plan(self.shards.grads(), plan)
         self.overflow = plan.overflow
-        with shims.quiet(), self.experts.shown():
+        with shims.quiet(), self.experts.shown(), counted(self.mesh):
             self.engine.step()
         if self.scale is not None:
             self.scale.update(plan.overflow)

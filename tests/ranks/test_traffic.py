@@ -81,3 +81,23 @@ def test_wire_bytes_are_the_ring_algorithms() -> None:
     assert wire_bytes("all_gather", 8_000, 4) == wire_bytes("reduce_scatter", 8_000, 4) == 6_000
     assert wire_bytes("send", 8_000, 4) == 8_000
     assert wire_bytes("all_reduce", 8_000, 1) == 0
+
+
+def zero_rank(rank: int, world: int) -> Any:
+    return {stage: traffic_rank(rank, world, f"dp4 zero{stage}") for stage in (1, 2, 3)}
+
+
+def test_zero_stages_send_what_their_paper_says() -> None:
+    """Rajbhandari et al. 2020, section 7: stages 1 and 2 reduce the gradients and gather the weights; stage 3 gathers
+    the weights for forward and for backward and scatters the gradients' sum."""
+    for counts_by_stage in run_ranks(4, zero_rank, timeout=120):
+        whole = counts_by_stage[1][1] * FP32
+        for stage in (1, 2):
+            counts = counts_by_stage[stage][0]
+            assert bytes_of(counts, "data", "all_reduce", "step").bytes == whole + 8  # and the norm
+            assert bytes_of(counts, "data", "all_gather", "step") == Traffic(1, whole)
+        counts = counts_by_stage[3][0]
+        assert bytes_of(counts, "data", "reduce_scatter", "step") == Traffic(1, whole)
+        for phase in ("forward", "backward"):  # DeepSpeed keeps small weights, and those that are needed again soon
+            assert 0.5 * whole < bytes_of(counts, "data", "all_gather", phase).bytes <= whole
+        assert not [key for key in counts if key[0] == "world"]
