@@ -36,8 +36,9 @@ def _mesh(rank: int, size: int, inner: int) -> Mesh:
 def _call(
     method: AttentionMethod, spec: AttentionSpec, shards: SequenceShards, whole: dict[str, Tensor], rank: int
 ) -> dict[str, Tensor]:
-    """This rank's output and gradients, by name as in `expected`."""
-    mine = {name: shards.take(whole[name], rank, 2).clone() for name in ("q", "k", "v", "grad")}
+    """This rank's output and gradients, by name as in `expected`; strides are those of projections, [b, s, h, d]."""
+    mine = {name: shards.take(whole[name], rank, 2).transpose(1, 2).contiguous() for name in ("q", "k", "v", "grad")}
+    mine = {name: part.transpose(1, 2) for name, part in mine.items()}
     leaves = [mine[name].requires_grad_() for name in ("q", "k", "v")]
     if "sinks" in whole:
         leaves.append(whole["sinks"].clone().requires_grad_())
