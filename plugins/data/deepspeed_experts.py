@@ -81,4 +81,7 @@ class ExpertGroups:
         try:
             yield
         finally:
+            # Loading a state makes new dicts; schedulers and `_pairs` know the old ones.
+            for group, now in zip(before, self._optimizer.param_groups, strict=False):
+                group.update(now)
             self._optimizer.param_groups = before

@@ -379,6 +379,9 @@ def resume_averaged(make: MakeTrainer, batch: int, folder: str) -> Any:
     return resume(make, batch, folder, averaged=True)
 
 
-SCENARIOS = {f.__name__: f for f in (fit_and_evaluate, predict_uneven, limits, overfit, resume, ema, swa, resume_averaged)}
+SCENARIOS = {
+    f.__name__: f
+    for f in (fit_and_evaluate, predict_uneven, limits, overfit, resume, ema, swa, resume_averaged)
+}
 AVERAGING = ("ema", "swa", "resume_averaged")
 """Refused under ZeRO-3, see unit/test_callbacks.py."""
