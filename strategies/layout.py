@@ -19,6 +19,7 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 
 from parallax.strategies.layout_nearest import nearest_layouts
 from parallax.strategies.layout_words import (
+    BOOL_FIELDS,
     GROUP_OF_FIELD,
     SHARDINGS,
     SHORT,
@@ -86,6 +87,10 @@ class Layout:
     """How a sequence is cut over `cp`: "zigzag" gives every rank the same work under a causal mask, "contiguous" every
     rank one run of neighbouring tokens. Default "zigzag"."""
 
+    sequence_parallel: bool | None = None
+    """Whether norms, dropouts and residuals, too, work on a share of the tokens on each tensor-parallel rank (`sp1`,
+    `sp0`; Korthikanti et al. 2022). Default None: when `tensor_parallel_size` > 1 and the model's plan allows."""
+
     def __post_init__(self) -> None:
         self.validate()
 
@@ -144,6 +149,10 @@ class Layout:
                 continue
             if value is None and field.default is None:
                 continue
+            if name in BOOL_FIELDS:
+                if not isinstance(value, bool):
+                    raise ValueError(f"{name} must be on or off (true or false, 1 or 0); got {value!r}")
+                continue
             low, high = (0, 3) if name == "zero_stage" else (1, None)
             if type(value) is not int or value < low or (high is not None and value > high):
                 limits = f"{low} to {high}" if high is not None else f"at least {low}"
@@ -189,6 +198,11 @@ class Layout:
         """
         if world_size < 1:
             raise ValueError(f"a layout needs at least 1 rank, there are {world_size}")
+        if self.sequence_parallel and self.tensor_parallel_size == 1:
+            raise ValueError(
+                "sequence_parallel=True shares a sequence among the ranks of tensor parallelism, and "
+                "tensor_parallel_size is 1; set it to 2 or more, or leave sequence_parallel out"
+            )
         open_ended = self.data_parallel_size is None
         if world_size % self.ranks_needed if open_ended else world_size != self.ranks_needed:
             raise ValueError(self._misfit(world_size))
@@ -250,6 +264,7 @@ class Layout:
         parts = [
             f"{axis}{size}" for axis in ("tp", "pp", "cp", "ep", "dp") if (size := getattr(self, SHORT[axis]) or 1) > 1
         ]
+        parts += [f"sp{int(self.sequence_parallel)}"] if self.sequence_parallel is not None else []
         parts += [f"inner{self.context_inner_size}"] if self.context_inner_size > 1 else []
         parts += [self.context_method] if self.context_method != "auto" else []
         parts += [self.context_sharding] if self.context_sharding != type(self).context_sharding else []

@@ -26,11 +26,12 @@ SHORT: Mapping[str, str] = MappingProxyType(
         "mb": "num_microbatches",
         "m": "num_microbatches",
         "v": "stages_per_rank",
+        "sp": "sequence_parallel",
     }
 )
 """Short key -> field. The first of two short keys of a field is the one printed."""
 
-OPTIONAL = ("data_parallel_size", "num_microbatches", "stages_per_rank")
+OPTIONAL = ("data_parallel_size", "num_microbatches", "stages_per_rank", "sequence_parallel")
 """Fields that may be left open; "auto" or null leaves them so."""
 
 GROUP_OF_FIELD: Mapping[str, str] = MappingProxyType(
@@ -48,11 +49,15 @@ SHARDINGS = ("zigzag", "contiguous")
 TEXT_FIELDS = (*GROUP_OF_FIELD, "context_sharding")
 """Fields whose value is a name; in a string the bare name is enough."""
 
+BOOL_FIELDS = ("sequence_parallel",)
+"""Fields that are on or off: `sp1` and `sp0` in a string, true and false in YAML."""
+
 FIELDS = (*dict.fromkeys(SHORT.values()), *TEXT_FIELDS)
 KEYS = (*SHORT, *FIELDS)
 
 _SEPARATORS = re.compile(r"[\s,*×]+|(?<=\d)x(?=[A-Za-z])")  # `tp2xpp4` is cut, a name with an x in it is not
 _SIZED = re.compile(r"([A-Za-z]+)(\d+)")
+_SWITCH = {"1": True, "true": True, "on": True, "yes": True, "0": False, "false": False, "off": False, "no": False}
 
 
 def is_own_schedule(value: Any) -> bool:
@@ -80,7 +85,7 @@ def read_mapping(mapping: Mapping[Any, Any]) -> dict[str, Any]:
             raise unknown_name("layout key", str(key), KEYS)
         if field in OPTIONAL and value in (None, "auto"):
             continue
-        put(found, field, value)
+        put(found, field, _SWITCH.get(str(value).lower(), value) if field in BOOL_FIELDS else value)
     return found
 
 
@@ -107,7 +112,7 @@ def read_text(text: str, words: Mapping[str, str]) -> dict[str, Any]:
 def _read_token(token: str, words: Mapping[str, str]) -> dict[str, Any]:
     sized = _SIZED.fullmatch(token)
     if sized and sized[1].lower() in SHORT:
-        return {SHORT[sized[1].lower()]: int(sized[2])}
+        return read_mapping({sized[1].lower(): int(sized[2])})
     for word in (token, token.lower()):
         if word in words:
             return {words[word]: word}
@@ -117,7 +122,8 @@ def _read_token(token: str, words: Mapping[str, str]) -> dict[str, Any]:
     if equals:
         return read_mapping({key: int(value) if re.fullmatch(r"-?\d+", value) else value})
     if token.lower() in SHORT:
-        raise ValueError(f"{token!r} in a layout needs a number right after it, e.g. '{token.lower()}2'")
+        example = f"{token.lower()}{1 if SHORT[token.lower()] in BOOL_FIELDS else 2}"
+        raise ValueError(f"{token!r} in a layout needs a number right after it, e.g. '{example}'")
     raise _unknown_token(token, words, sized)
 
 

@@ -44,6 +44,7 @@ class StageState:
         received: output of layer lo-1 as sent by the previous stage, for the running micro-batch.
         running: whether a stage runs at all; recomputation in a backward, for one, is not a run.
         in_layers: whether the running micro-batch has reached the running stage's layers.
+        receives_part: whether what a stage receives holds a part of the tokens only; set by who cuts them.
     """
 
     def __init__(self, chunks: Mapping[int, tuple[int, int]], num_layers: int) -> None:
@@ -55,6 +56,7 @@ class StageState:
         self.received: Any = None
         self.running = False
         self.in_layers = False
+        self.receives_part = False
 
     @property
     def is_last(self) -> bool:
@@ -176,10 +178,17 @@ class ForeignBefore(Foreign):
 
 
 class ForeignEmbedding(ForeignBefore):
-    """The token embedding: the received activation has its shape, dtype and device."""
+    """The token embedding: the received activation has its shape, dtype and device.
+
+    Where only a part of the tokens was received (sequence parallelism), something of the shape of all of them.
+    """
 
     def value(self, *args: Any, **kwargs: Any) -> Tensor:
-        return self.state.hidden()
+        hidden = self.state.hidden()
+        if not self.state.receives_part:
+            return hidden
+        ids = next(t for t in tensors_of((args, kwargs)) if not t.is_floating_point())
+        return torch.zeros((), dtype=hidden.dtype, device=hidden.device).expand(*ids.shape, hidden.shape[-1])
 
 
 class ForeignPositions(ForeignBefore):

@@ -1,8 +1,8 @@
-"""The collectives of tensor parallelism as autograd functions, and the shared entry of a region.
+"""The collectives of tensor parallelism over features, as autograd functions.
 
-It is: the conjugate pair f and g of Megatron-LM (Shoeybi et al. 2019, section 3), the gather and split of the
-last dim, and `SharedInput`, which makes the layers that read one tensor pay for one all-reduce. It is not:
-modules (`layers.py`).
+It is: the conjugate pair f and g of Megatron-LM (Shoeybi et al. 2019, section 3), and the gather and split of the last
+dim. It is not: f as column layers use it, which is part of their products (`entry.py`, `overlap.py`), modules
+(`layers.py`), or anything over tokens (`sequence_functions.py`).
 
 |  | forward | backward |
 |---|---|---|
@@ -17,7 +17,6 @@ Under autocast f casts first, so that both all-reduces of a region carry the aut
 
 from __future__ import annotations
 
-import weakref
 from typing import Any, cast
 
 import torch
@@ -91,7 +90,7 @@ class _SplitLastDim(Function):
 
 def copy_to_region(x: Tensor, comm: AxisComm) -> Tensor:
     """f: `x` as it is; its gradient is summed over `comm`. Only layers of the region may read the result."""
-    return cast(Tensor, _CopyToRegion.apply(_autocast(x), comm))
+    return cast(Tensor, _CopyToRegion.apply(x, comm))
 
 
 def reduce_from_region(x: Tensor, comm: AxisComm) -> Tensor:
@@ -107,62 +106,3 @@ def gather_last_dim(x: Tensor, comm: AxisComm, width: int) -> Tensor:
 def split_last_dim(x: Tensor, comm: AxisComm) -> Tensor:
     """This rank's [..., n / size] of a whole [..., n]; the gradient is gathered, whole on every rank."""
     return cast(Tensor, _SplitLastDim.apply(x, comm))
-
-
-def _autocast_dtype(x: Tensor) -> torch.dtype:
-    """The dtype a product with `x` runs in under the current autocast state."""
-    kind = x.device.type
-    if x.dtype is torch.float32 and torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-        return torch.get_autocast_dtype(kind)
-    return x.dtype
-
-
-def _autocast(x: Tensor) -> Tensor:
-    return x.to(_autocast_dtype(x))
-
-
-class SharedInput:
-    """f applied once for the column layers of one block that read the same tensor.
-
-    Query, key and value (or gate and up) receive one and the same tensor object. The first of them applies f
-    and leaves the result here; the others pick it up, so autograd adds their gradients *before* the one
-    all-reduce. A result is handed out only for the same tensor object, unchanged in place since, in the same
-    autocast state, and once per layer; anything else (cross-attention, a block called twice, a recomputation)
-    gets its own f, which is always right and costs one more all-reduce. The result is dropped when
-    every layer has had it or when the input dies, whichever is first. Without gradients nothing is kept.
-
-    Args:
-        comm: the axis of the region.
-        members: how many layers share this entry.
-    """
-
-    def __init__(self, comm: AxisComm, members: int) -> None:
-        self.comm = comm
-        self.members = members
-        self._forget()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> SharedInput:
-        return SharedInput(self.comm, self.members)  # a process group is shared, a half-used result is not
-
-    def _forget(self, dead: object = None) -> None:
-        if dead is None or dead is self._input:
-            self._input: weakref.ref[Tensor] | None = None
-            self._output: Tensor | None = None
-            self._state: tuple[int, torch.dtype] | None = None
-            self._served: set[int] = set()
-
-    def enter(self, x: Tensor, member: int) -> Tensor:
-        """`x` for layer number `member` of the block, inside the region."""
-        if not (torch.is_grad_enabled() and x.requires_grad):
-            return x
-        state = (x._version, _autocast_dtype(x))
-        out = self._output
-        same = self._input is not None and self._input() is x and self._state == state
-        if out is None or not same or member in self._served:
-            out = copy_to_region(x, self.comm)
-            self._input, self._output, self._state = weakref.ref(x, self._forget), out, state
-            self._served = set()
-        self._served.add(member)
-        if len(self._served) == self.members:
-            self._forget()
-        return out

@@ -20,14 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from parallax.plugins.tensor.functions import (
-    SharedInput,
-    copy_to_region,
-    gather_last_dim,
-    reduce_from_region,
-    split_last_dim,
-)
+from parallax.plugins.tensor.entry import SharedInput
+from parallax.plugins.tensor.functions import copy_to_region, gather_last_dim, reduce_from_region, split_last_dim
 from parallax.plugins.tensor.logits_ops import head_output
+from parallax.plugins.tensor.sequence import Sequence
+from parallax.plugins.tensor.streams import Streams
 from parallax.plugins.tensor.styles import Kind, Style
 from parallax.strategies.comm import AxisComm
 
@@ -37,20 +34,27 @@ class Column(nn.Module):
 
     Attributes:
         comm: the tensor axis.
+        streams: switched to this rank's own random numbers for what follows on its features.
         entry: shared with the other column layers of the block; `member` is this layer's number in it.
         gathered: whole output width when the output is gathered, else None.
         is_head: whether the output is logits, which stay cut and only look whole (`logits.py`).
+        sequence: set when the layer gathers its tokens by itself.
     """
 
     comm: AxisComm
+    streams: Streams
     entry: SharedInput
     member: int
     gathered: int | None
     is_head: bool
+    sequence: Sequence | None
 
     def forward(self, x: Tensor) -> Tensor:
-        out = _product(self, self.entry.enter(x, self.member), self.get_parameter("bias") if _has_bias(self) else None)
+        if self.sequence is not None:
+            x = self.sequence.gathered(x)
+        out = self.entry.linear(x, self.member, _weight(self), _bias(self))
         if self.gathered is None:
+            self.streams.enter()
             return out
         if self.is_head:
             return head_output(out, self.comm, self.gathered)
@@ -62,27 +66,36 @@ class Row(nn.Module):
 
     Attributes:
         comm: the tensor axis.
+        streams: switched back to the random numbers all ranks share, where the output is whole.
         splits: whether the input arrives whole.
+        sequence: set when the output is this rank's tokens rather than whole.
     """
 
     comm: AxisComm
+    streams: Streams
     splits: bool
+    sequence: Sequence | None
 
     def forward(self, x: Tensor) -> Tensor:
         if self.splits:
             x = split_last_dim(x, self.comm)
-        out = reduce_from_region(_product(self, x, None), self.comm)
-        return out + self.get_parameter("bias").to(out.dtype) if _has_bias(self) else out
+        out, bias = F.linear(x, _weight(self)), _bias(self)
+        if self.sequence is None:
+            out = reduce_from_region(out, self.comm)
+            self.streams.leave()
+        else:
+            out = self.sequence.scattered(out)
+        return out if bias is None else out + bias.to(out.dtype)
 
 
-def _has_bias(module: nn.Module) -> bool:
-    return module._parameters.get("bias") is not None
-
-
-def _product(module: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
-    """x W^T + b; transformers' Conv1D stores W transposed."""
+def _weight(module: nn.Module) -> Tensor:
+    """[out, in]; transformers' Conv1D stores it transposed."""
     weight = module.get_parameter("weight")
-    return F.linear(x, weight if isinstance(module, nn.Linear) else weight.t(), bias)
+    return weight if isinstance(module, nn.Linear) else weight.t()
+
+
+def _bias(module: nn.Module) -> Tensor | None:
+    return module._parameters.get("bias")
 
 
 class ColumnParallelLinear(Column, nn.Linear):
@@ -170,13 +183,13 @@ def become_width_parallel(module: nn.Module, comm: AxisComm) -> None:
     """Turn an embedding whose weight is already local along its vectors into one that gathers them."""
     width, base = int(module.embedding_dim), cast(type, type(module))  # type: ignore[arg-type]
     module.__class__ = _width_class(base)
-    module.comm, module.width = comm, width  # type: ignore[assignment]
+    _set(module, comm=comm, width=width)
 
 
 def become_mla_keys(module: nn.Module, comm: AxisComm, rotary: int) -> None:
     """Let the last `rotary` features of a whole linear enter the region."""
     module.__class__ = LatentKeys
-    module.comm, module.rotary = comm, rotary  # type: ignore[assignment]
+    _set(module, comm=comm, rotary=rotary)
 
 
 def sum_output(module: nn.Module, comm: AxisComm) -> None:
@@ -189,7 +202,9 @@ def become_column(
     style: Style,
     entry: SharedInput,
     member: int,
+    streams: Streams,
     *,
+    sequence: Sequence | None = None,
     is_head: bool = False,
     copies: int = 1,
 ) -> None:
@@ -200,33 +215,33 @@ def become_column(
     _set_class(module, Kind.COLUMN)
     if not style.whole_outside:
         setattr(module, width, whole * copies // comm.size)
-    for name, value in (
-        ("comm", comm),
-        ("entry", entry),
-        ("member", member),
-        ("gathered", whole if style.whole_outside else None),
-        ("is_head", is_head),
-    ):
-        setattr(module, name, value)
+    gathered = whole if style.whole_outside else None
+    _set(module, comm=comm, streams=streams, entry=entry, member=member)
+    _set(module, gathered=gathered, is_head=is_head, sequence=sequence)
 
 
-def become_row(module: nn.Module, style: Style, comm: AxisComm) -> None:
+def become_row(
+    module: nn.Module, style: Style, comm: AxisComm, streams: Streams, sequence: Sequence | None = None
+) -> None:
     """Turn a linear whose parameters are already local into a row-parallel one."""
     width = "in_features" if isinstance(module, nn.Linear) else "nx"
     whole = int(getattr(module, width))
     _set_class(module, Kind.ROW)
     if not style.whole_outside:
         setattr(module, width, whole // comm.size)
-    module.comm = comm  # type: ignore[assignment]
-    module.splits = style.whole_outside  # type: ignore[assignment]
+    _set(module, comm=comm, streams=streams, splits=style.whole_outside, sequence=sequence)
 
 
 def become_vocab_parallel(module: nn.Module, comm: AxisComm, rows: tuple[int, int]) -> None:
     """Turn an embedding whose weight is already local into a vocabulary-parallel one holding `rows`."""
     base: type = type(module)
     module.__class__ = _embedding_class(base)
-    module.comm = comm  # type: ignore[assignment]
-    module.start, module.stop = rows  # type: ignore[assignment]
+    _set(module, comm=comm, start=rows[0], stop=rows[1])
+
+
+def _set(module: nn.Module, **attributes: object) -> None:
+    for name, value in attributes.items():
+        setattr(module, name, value)
 
 
 def _set_class(module: nn.Module, kind: Kind) -> None:

@@ -20,8 +20,8 @@ FP64 = 8
 LAYERS = 2
 
 
-def _cut(model: nn.Module, rank: int, world: int) -> tuple[TensorParallel, Mesh]:
-    layout = Layout(tensor_parallel_size=world).resolve(world)
+def _cut(model: nn.Module, rank: int, world: int, sequence: bool | None = False) -> tuple[TensorParallel, Mesh]:
+    layout = Layout(tensor_parallel_size=world, sequence_parallel=sequence).resolve(world)
     mesh, plugin = Mesh.build(layout, rank), TensorParallel()
     plugin.check(layout, model)
     plugin.apply(model, mesh=mesh, layout=layout)

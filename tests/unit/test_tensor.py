@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from parallax.plugins.base import ParamShard
 from parallax.plugins.tensor import TensorParallel
-from parallax.plugins.tensor.functions import SharedInput
+from parallax.plugins.tensor.entry import SharedInput
 from parallax.plugins.tensor.layers import VocabParallelEmbedding
 from parallax.plugins.tensor.plans import collect_rules, resolve
 from parallax.plugins.tensor.shards import shard
@@ -272,7 +272,11 @@ def test_sizes_say_what_the_forward_shows() -> None:
     assert isinstance(layer.mlp.down_proj, nn.Linear)
     assert gpt2.transformer.h[0].attn.split_size == HIDDEN // 2
     assert gpt2.transformer.h[0].attn.c_attn.nf == 3 * HIDDEN // 2
-    assert report["sends"].startswith("per micro-batch forward 5 all-reduces, 1 all-gathers; backward 5 all-reduces")
+    assert report["sends"] == (
+        "per micro-batch forward 1 all-reduces, 4 reduce-scatters, 5 all-gathers; "
+        "backward 10 all-gathers, 5 reduce-scatters"
+    )
+    assert report["sequence"] == "sharded in model.layers"
 
 
 class Stub(nn.Module):
@@ -308,6 +312,12 @@ class Case:
     entry: SharedInput
     x: Tensor
 
+    def read(self, x: Tensor, member: int) -> Tensor | None:
+        """Layer `member` reads x; returns what is kept for the layers after it."""
+        weight = torch.eye(3) * (member + 2)
+        assert torch.equal(self.entry.linear(x, member, weight, None), x @ weight)
+        return self.entry._output
+
 
 @pytest.fixture
 def case() -> Case:
@@ -315,34 +325,32 @@ def case() -> Case:
     return Case(SharedInput(AxisComm("tp", [0], 0, None, Ledger()), 3), x)
 
 
-def test_layers_that_read_one_tensor_get_one_result_each_once(case: Case) -> None:
-    first = case.entry.enter(case.x, 0)
-    assert case.entry.enter(case.x, 1) is first
-    assert case.entry.enter(case.x, 1) is not first  # a second use of the same layer starts anew
-    assert case.entry.enter(case.x + 0, 2) is not first
-    assert torch.equal(first, case.x) and first._base is None
+def test_layers_that_read_one_tensor_share_one_leader_each_once(case: Case) -> None:
+    first = case.read(case.x, 0)
+    assert first is not None and torch.equal(first, case.x) and first._base is None
+    assert case.read(case.x, 1) is first
+    assert case.read(case.x, 1) is not first  # a second use of the same layer starts anew
+    second = case.entry._output
+    assert case.read(case.x + 0, 2) is not second
 
 
 def test_nothing_is_kept_once_all_have_it_or_the_input_is_gone(case: Case) -> None:
-    for member in range(3):
-        case.entry.enter(case.x, member)
-    assert case.entry._output is None
-    case.entry.enter(case.x, 0)
-    assert case.entry._output is not None
+    kept = [case.read(case.x, member) for member in range(3)]
+    assert kept[0] is kept[1] and kept[2] is None
+    assert case.read(case.x, 0) is not None
     assert copy.deepcopy(case.entry)._output is None
     case.x = torch.zeros(1)
     gc.collect()
     assert case.entry._output is None
 
 
-def test_without_gradients_the_input_is_returned_and_nothing_kept(case: Case) -> None:
+def test_without_gradients_nothing_is_kept(case: Case) -> None:
     with torch.no_grad():
-        assert case.entry.enter(case.x, 0) is case.x
-    assert case.entry.enter(case.x.detach(), 0).grad_fn is None
-    assert case.entry._output is None
+        assert case.read(case.x, 0) is None
+    assert case.read(case.x.detach(), 0) is None
 
 
 def test_an_input_changed_in_place_is_entered_again(case: Case) -> None:
-    first = case.entry.enter(case.x, 0)
+    first = case.read(case.x, 0)
     case.x.add_(1)
-    assert case.entry.enter(case.x, 1) is not first
+    assert case.read(case.x, 1) is not first

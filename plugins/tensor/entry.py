@@ -1,0 +1,109 @@
+"""The entry of a region: where the column layers of one block meet the tensor they read.
+
+It is: `SharedInput`, which makes the layers that read one tensor pay for one collective, and the mark by which a
+gathered tensor is known. It is not: the products themselves (`overlap.py`).
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from parallax.plugins.tensor.overlap import Gathering, follow_gathered, lead, lead_gathered
+from parallax.strategies.comm import AxisComm
+
+_MARK = "_parallax_gathered"
+
+
+def mark_gathered(whole: Tensor, shard: Tensor, gathering: Gathering) -> None:
+    """Note on `whole` that it was gathered from `shard`."""
+    setattr(whole, _MARK, (shard, gathering))
+
+
+def gathered_from(x: Tensor) -> tuple[Tensor, Gathering] | None:
+    """What `x`, or the tensor that `x` is a view of all of, was gathered from."""
+    whole = x if x._base is None or hasattr(x, _MARK) else x._base
+    if x is not whole and (x.shape != whole.shape or x.stride() != whole.stride()):
+        return None
+    found: tuple[Tensor, Gathering] | None = getattr(whole, _MARK, None)
+    return found
+
+
+def is_autocast(x: Tensor) -> bool:
+    """Whether products with `x` run under autocast now."""
+    kind = x.device.type
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype:
+    """The dtype a product with `x` runs in under the current autocast state."""
+    return torch.get_autocast_dtype(x.device.type) if x.dtype is torch.float32 and is_autocast(x) else x.dtype
+
+
+class SharedInput:
+    """The input of the column layers of one block that read the same tensor.
+
+    Query, key and value (or gate and up) receive one and the same tensor object. The first of them leads: it takes the
+    tensor into the region and leaves it here; the others pick it up, so autograd adds their gradients *before* the one
+    collective. What the leader left is handed out only for the same tensor object, unchanged in place since, in the
+    same autocast state, and once per layer; anything else (cross-attention, a block called twice, a recomputation)
+    gets a leader of its own, which is always right and costs one more collective. It is dropped when every layer has
+    had it or when the input dies, whichever is first. Without gradients nothing is kept.
+
+    Args:
+        comm: the axis of the region.
+        members: how many layers share this entry.
+        inside: whether the block's own entry has gathered its input (see `sequence.py`). Then a tensor that is not the
+            gathered one was made from it inside the region, and its gradient is partial, as it should be.
+    """
+
+    def __init__(self, comm: AxisComm, members: int, inside: bool = False) -> None:
+        self.comm = comm
+        self.members = members
+        self.inside = inside
+        self._forget()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SharedInput:
+        return SharedInput(self.comm, self.members, self.inside)  # a half-used result is not shared
+
+    def _forget(self, dead: object = None) -> None:
+        if dead is None or dead is self._input:
+            self._input: weakref.ref[Tensor] | None = None
+            self._output: Tensor | None = None
+            self._state: tuple[int, torch.dtype] | None = None
+            self._served: set[int] = set()
+
+    def linear(self, x: Tensor, member: int, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """x W^T + b of layer number `member` of the block; `weight` is [out, in]."""
+        source = gathered_from(x)
+        if not (torch.is_grad_enabled() and x.requires_grad) or (self.inside and source is None):
+            return F.linear(x, weight, bias)
+        state = (x._version, autocast_dtype(x))
+        if is_autocast(x):
+            weight, bias = weight.to(state[1]), None if bias is None else bias.to(state[1])
+        handed = self._output
+        same = self._input is not None and self._input() is x and self._state == state
+        if handed is None or not same or member in self._served:
+            out, handed = self._lead(x.to(state[1]), source, weight, bias)
+            self._input, self._output, self._state = weakref.ref(x, self._forget), handed, state
+            self._served = set()
+        elif source is not None:
+            out = follow_gathered(handed, source[0].to(state[1]), weight, bias, source[1])
+        else:
+            out = F.linear(handed, weight, bias)
+        self._served.add(member)
+        if len(self._served) == self.members:
+            self._forget()
+        return out
+
+    def _lead(
+        self, x: Tensor, source: tuple[Tensor, Gathering] | None, weight: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        if source is None:
+            return lead(x, weight, bias, self.comm)
+        shard, gathering = source
+        return lead_gathered(x, shard.to(x.dtype), weight, bias, gathering)

@@ -1,0 +1,210 @@
+"""Column-parallel products whose collectives run while the gradients of the weights are computed.
+
+It is: the autograd nodes behind `SharedInput` (`entry.py`). It is not: modules.
+
+The layers of a block that read one tensor (query, key, value; gate, up) form a group. Its first layer leads: its node
+takes the group's input into the region and hands it to the others, so that autograd brings their input gradients to it,
+where they are summed *before* the one collective. The leader starts that collective, computes the gradient of its own
+weight meanwhile, and waits.
+
+With sequence shards (Korthikanti et al. 2022, section 4.2.2) the nodes save only the shard. The first of them to run
+backward starts gathering the whole input once more, computes its input gradient meanwhile, and the others use the same
+copy. Inside a recomputed layer that would be one more all-gather for memory that lives a moment: there the whole input
+is saved (`Gathering.keeps`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import Function, once_differentiable
+from torch.nn import functional as F
+
+from parallax.plugins.tensor.sequence_functions import Tokens, unpadded
+from parallax.plugins.tensor.workspace import Workspace
+from parallax.strategies.comm import AxisComm, Work
+
+
+class GatherAgain:
+    """The whole input of the block whose backward runs, in one buffer for all blocks."""
+
+    def __init__(self, space: Workspace) -> None:
+        self._space = space
+        self._of: Gathering | None = None
+        self._rows: Tensor | None = None
+        self._work: Work | None = None
+
+    def start(self, of: Gathering, shard: Tensor) -> None:
+        """Gather `shard`'s tokens, unless they are the ones gathered last."""
+        if self._of is of:
+            return
+        self._wait()
+        self._of, self._rows = of, self._space.take("again", (of.tokens.padded, shard.shape[-1]), shard)
+        self._work = of.comm.all_gather_into(self._rows, shard, async_op=True)
+
+    def whole(self) -> Tensor:
+        """[*shape, h]: what `start` has gathered, once it is there."""
+        self._wait()
+        assert self._of is not None and self._rows is not None
+        return unpadded(self._rows, self._of.tokens)
+
+    def end(self) -> None:
+        """The block is done: the same tokens would have to be gathered anew."""
+        self._wait()
+        self._of = self._rows = None
+
+    def _wait(self) -> None:
+        work, self._work = self._work, None
+        if work is not None:
+            work.wait()
+
+
+@dataclass(eq=False)
+class Gathering:
+    """One gathering of a block's input, as its backward needs it; holds no tensor.
+
+    Attributes:
+        tokens: how shard and whole lie to each other.
+        keeps: save the whole input rather than gather it again.
+    """
+
+    tokens: Tokens
+    comm: AxisComm
+    space: Workspace
+    again: GatherAgain
+    keeps: bool
+
+
+def _flat(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+def _sum_input_grads(grad: Tensor | None, weight: Tensor, others: Tensor | None, out: Tensor | None = None) -> Tensor:
+    """grad W + others as [rows, in], written to `out` if given."""
+    if grad is None:
+        assert others is not None
+        return _flat(others).clone() if out is None else out.copy_(_flat(others))
+    if others is None:
+        return torch.mm(_flat(grad), weight, out=out)  # type: ignore[arg-type]
+    return torch.addmm(_flat(others), _flat(grad), weight, out=out)  # type: ignore[arg-type]
+
+
+def _weight_grads(ctx: Any, grad: Tensor | None, x: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of weight and bias, where they are asked for."""
+    if grad is None:
+        return None, None
+    weight = _flat(grad).t() @ _flat(x) if x is not None else None
+    return weight, _flat(grad).sum(0) if ctx.bias_grad else None
+
+
+class _Lead(Function):
+    """The leader of a group whose input is whole on every rank: (x W^T + b, x for the others)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, comm: AxisComm) -> tuple[Tensor, Tensor]:
+        ctx.comm, ctx.bias_grad = comm, ctx.needs_input_grad[2]
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        return F.linear(x, weight, bias), x.detach()  # an alias: x itself would make the output a view of it
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor | None, others: Tensor | None) -> Any:
+        x, weight = ctx.saved_tensors
+        like = grad if grad is not None else others
+        if like is None:
+            return None, None, None, None
+        inputs = _sum_input_grads(grad, weight, others)
+        work = ctx.comm.all_reduce(inputs, async_op=True)
+        grads = _weight_grads(ctx, grad, x)
+        if work is not None:
+            work.wait()
+        return inputs.view(*like.shape[:-1], inputs.shape[-1]), *grads, None
+
+
+def _save(ctx: Any, whole: Tensor, shard: Tensor, weight: Tensor, gathering: Gathering) -> None:
+    ctx.gathering, ctx.bias_grad = gathering, ctx.needs_input_grad[3]
+    ctx.set_materialize_grads(False)
+    saved = (whole if gathering.keeps else shard) if ctx.needs_input_grad[2] else None
+    ctx.save_for_backward(saved, weight)
+
+
+class _LeadGathered(Function):
+    """The leader of a group whose input is gathered: (whole W^T + b, whole for the others); gradient to the shard."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, shard: Tensor, whole: Tensor, weight: Tensor, bias: Tensor | None, gathering: Gathering
+    ) -> tuple[Tensor, Tensor]:
+        _save(ctx, whole, shard, weight, gathering)
+        return F.linear(whole, weight, bias), whole.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor | None, others: Tensor | None) -> Any:
+        saved, weight = ctx.saved_tensors
+        gathering, tokens = ctx.gathering, ctx.gathering.tokens
+        like = grad if grad is not None else others
+        if like is None:
+            return None, None, None, None, None
+        again = saved is not None and grad is not None and not gathering.keeps
+        if again:
+            gathering.again.start(gathering, saved)
+        rows = gathering.space.take("rows", (tokens.padded, weight.shape[1]), like)
+        _sum_input_grads(grad, weight, others, out=rows[: tokens.count])
+        rows[tokens.count :].zero_()
+        if again:
+            saved = gathering.again.whole()
+        shard = rows.new_empty(*tokens.shard_shape, rows.shape[-1])
+        work = gathering.comm.reduce_scatter_into(shard, rows, async_op=True)
+        grads = _weight_grads(ctx, grad, saved)
+        if work is not None:
+            work.wait()
+        gathering.again.end()
+        return shard, None, *grads, None
+
+
+class _FollowGathered(Function):
+    """Another layer of a group whose input is gathered; its input gradient goes to the leader."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, whole: Tensor, shard: Tensor, weight: Tensor, bias: Tensor | None, gathering: Gathering
+    ) -> Tensor:
+        _save(ctx, whole, shard, weight, gathering)
+        return F.linear(whole, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor | None) -> Any:
+        if grad is None:
+            return None, None, None, None, None
+        saved, weight = ctx.saved_tensors
+        gathering = ctx.gathering
+        again = saved is not None and not gathering.keeps
+        if again:
+            gathering.again.start(gathering, saved)
+        inputs = (_flat(grad) @ weight).view(*grad.shape[:-1], -1)
+        if again:
+            saved = gathering.again.whole()
+        return inputs, None, *_weight_grads(ctx, grad, saved), None
+
+
+def lead(x: Tensor, weight: Tensor, bias: Tensor | None, comm: AxisComm) -> tuple[Tensor, Tensor]:
+    """x W^T + b, and x for the other layers that read it; their gradients are summed over ranks with this layer's."""
+    return cast(tuple[Tensor, Tensor], _Lead.apply(x, weight, bias, comm))
+
+
+def lead_gathered(
+    x: Tensor, shard: Tensor, weight: Tensor, bias: Tensor | None, gathering: Gathering
+) -> tuple[Tensor, Tensor]:
+    """As `lead` for an `x` gathered from `shard`, which its gradient is scattered to."""
+    return cast(tuple[Tensor, Tensor], _LeadGathered.apply(shard, x.detach(), weight, bias, gathering))
+
+
+def follow_gathered(x: Tensor, shard: Tensor, weight: Tensor, bias: Tensor | None, gathering: Gathering) -> Tensor:
+    """x W^T + b of a further layer, for the `x` that `lead_gathered` has returned."""
+    return cast(Tensor, _FollowGathered.apply(x, shard.detach(), weight, bias, gathering))

@@ -1,0 +1,229 @@
+"""Sequence parallelism: between attention and MLP, norms, dropouts and residuals run on this rank's tokens.
+
+It is: the change of a model, whose trunk `sequence_plan.py` has found, so that its residual stream is a shard from the
+first layer's entry to the last norm (Korthikanti et al. 2022, section 4.2.2). It is not: a change of its code: masks,
+positions and rotary tables are made before the layers, from whole shapes, and attention sees the whole sequence.
+
+Modules change their class to a subclass that overrides `__call__` (cut, gather at the exit: once per call, outside of
+activation recomputation) or `forward` (gather at a block's entry: again in the recomputed forward).
+
+How many tokens there are is known at the entry, and goes along as an argument of each layer and on the tensor that
+enters it: so a layer that is recomputed in backward, after other batches of other lengths, knows it too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from parallax.plugins.tensor.entry import autocast_dtype, mark_gathered
+from parallax.plugins.tensor.overlap import GatherAgain, Gathering
+from parallax.plugins.tensor.plans import is_foreign
+from parallax.plugins.tensor.sequence_functions import Tokens, cut, gather, gather_to_region, scatter_from_region
+from parallax.plugins.tensor.sequence_plan import Trunk
+from parallax.plugins.tensor.streams import Streams
+from parallax.plugins.tensor.swap import hidden_states, on_first, replaced, swap
+from parallax.plugins.tensor.workspace import Workspace
+from parallax.strategies.comm import AxisComm
+
+_MARK = "_parallax_tokens"
+
+
+class Sequence:
+    """What the changed modules of one model share: the axis, its buffers, and the tokens that are under way.
+
+    Attributes:
+        tokens: of the call of the model that runs, from the trunk's entry to its exit.
+        running: of the layer that runs.
+    """
+
+    def __init__(self, comm: AxisComm, streams: Streams) -> None:
+        self.comm, self.streams = comm, streams
+        self.space = Workspace()
+        self.again = GatherAgain(self.space)
+        self.tokens: Tokens | None = None
+        self.running: Tokens | None = None
+        self._keeps = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Sequence:
+        return self  # copies of a module run one after the other, on the same ranks
+
+    # The trunk
+
+    def begin(self, hidden: Tensor) -> None:
+        self.tokens = Tokens(tuple(hidden.shape[:-1]), self.comm.size)
+
+    def enter(self, hidden: Tensor) -> Tensor:
+        """The residual stream on this rank, from a whole one."""
+        assert self.tokens is not None
+        return cut(hidden, self.tokens, self.comm)
+
+    def tokens_of(self, hidden: Tensor) -> Tokens:
+        """What a layer's input holds: what a first call has noted on it, else the tokens under way."""
+        tokens: Tokens | None = getattr(hidden, _MARK, self.tokens)
+        if tokens is None:
+            raise ValueError("a layer was called outside its model; with sequence_parallel=True call the whole model")
+        if tuple(hidden.shape[:-1]) != tokens.shard_shape:
+            raise ValueError(
+                f"a layer got hidden states of shape {tuple(hidden.shape)}, but {tokens.shape} tokens over "
+                f"{self.comm.size} ranks are shards of {tokens.shard_shape}. Either the model changes the shape of its "
+                "hidden states between layers; use sequence_parallel=False. Or a recomputed layer has lost its "
+                "sequence length; use torch.utils.checkpoint with use_reentrant=False"
+            )
+        setattr(hidden, _MARK, tokens)
+        return tokens
+
+    def exit(self, hidden: Tensor) -> Tensor:
+        """The whole residual stream; column layers that read it (the head) send their gradient back as shards."""
+        assert self.tokens is not None
+        tokens, self.tokens = self.tokens, None
+        whole = gather(hidden, tokens, self.comm)
+        mark_gathered(whole, hidden, self._gathering(tokens, keeps=False))
+        return whole
+
+    @contextmanager
+    def layer(self, tokens: Tokens, *, recomputed: bool) -> Iterator[None]:
+        """A layer runs, with random numbers of this rank's own."""
+        before = self.running, self._keeps
+        self.running, self._keeps = tokens, recomputed
+        try:
+            with self.streams.local():
+                yield
+        finally:
+            self.running, self._keeps = before
+
+    # What is in a layer
+
+    def gathered(self, shard: Tensor) -> Tensor:
+        """A block's whole input."""
+        shard, tokens = shard.to(autocast_dtype(shard)), self._current().as_seen(shard.dim())
+        whole = gather_to_region(shard, tokens, self.comm, self.space)
+        mark_gathered(whole, shard, self._gathering(tokens, keeps=self._keeps))
+        return whole
+
+    def scattered(self, partial: Tensor) -> Tensor:
+        """A block's output, this rank's tokens of the sum over ranks."""
+        tokens = self._current().as_seen(partial.dim())
+        if partial.shape[:-1].numel() != tokens.count:
+            raise ValueError(
+                f"a row layer got {tuple(partial.shape[:-1])} tokens, but the gathered sequence has {tokens.shape}: "
+                "the code between column and row layer changes the sequence; use sequence_parallel=False"
+            )
+        return scatter_from_region(partial, tokens, self.comm, self.space)
+
+    def repeated(self, shard: Tensor) -> Tensor:
+        """The whole input of a module that every rank runs alike."""
+        return gather(shard, self._current(), self.comm)
+
+    def part(self, whole: Tensor) -> Tensor:
+        """This rank's tokens of such a module's output."""
+        tokens = self._current()
+        if tuple(whole.shape[:-1]) != tokens.shape:
+            raise ValueError(
+                f"a module that got {tokens.shape} tokens returned {tuple(whole.shape)}, of which no shard can be "
+                "taken; use sequence_parallel=False"
+            )
+        return cut(whole, tokens, self.comm)
+
+    def _current(self) -> Tokens:
+        if self.running is None:
+            raise ValueError(
+                "a part of a layer was called by itself; with sequence_parallel=True call the whole model, or use "
+                "sequence_parallel=False"
+            )
+        return self.running
+
+    def _gathering(self, tokens: Tokens, *, keeps: bool) -> Gathering:
+        return Gathering(tokens, self.comm, self.space, self.again, keeps)
+
+
+def install(model: nn.Module, trunk: Trunk, sequence: Sequence) -> None:
+    """Change the modules of `model` that are on this rank."""
+    modules = dict(model.named_modules())
+    for stub in filter(is_foreign, modules.values()):
+        if (stage := getattr(stub, "state", None)) is not None:
+            stage.receives_part = True
+    for i in range(trunk.depth):
+        layer = modules[f"{trunk.layers}.{i}"]
+        ends = i == trunk.depth - 1 and trunk.exit is None
+        if not is_foreign(layer):
+            _become_layer(layer, sequence, first=i == 0, last=ends)
+        elif i == 0:
+            _become_foreign_entry(layer, sequence)
+    for fqns, become in ((trunk.blocks, _become_block), (trunk.opaque, _become_opaque)):
+        for fqn in fqns:
+            if fqn in modules and not is_foreign(modules[fqn]):
+                become(modules[fqn], sequence)
+    last = modules.get(trunk.exit or "")
+    if trunk.exit and last is not None and not is_foreign(last):
+        _become_exit(last, sequence)
+
+
+def _become_layer(layer: nn.Module, sequence: Sequence, *, first: bool, last: bool) -> None:
+    cls: Any = type(layer)
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        where, hidden = hidden_states(args, kwargs)
+        if first:
+            sequence.begin(hidden)
+            hidden = sequence.enter(hidden)
+        args, kwargs = replaced(args, kwargs, where, hidden)
+        kwargs[_MARK] = sequence.tokens_of(hidden)
+        out = cls.__call__(self, *args, **kwargs)
+        return on_first(out, sequence.exit) if last else out
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        tokens: Tokens = kwargs.pop(_MARK)
+        recomputed = bool(getattr(self, "gradient_checkpointing", False)) and self.training
+        with sequence.layer(tokens, recomputed=recomputed):
+            return cls.forward(self, *args, **kwargs)
+
+    swap(layer, __call__=call, forward=forward)
+
+
+def _become_foreign_entry(layer: nn.Module, sequence: Sequence) -> None:
+    """The first layer lives on another pipeline stage: its stub sees the whole shape, and returns a shard."""
+    cls: Any = type(layer)
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        sequence.begin(hidden_states(args, kwargs)[1])
+        return cls.__call__(self, *args, **kwargs)
+
+    swap(layer, __call__=call)
+
+
+def _become_block(block: nn.Module, sequence: Sequence) -> None:
+    cls: Any = type(block)
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        where, shard = hidden_states(args, kwargs)
+        args, kwargs = replaced(args, kwargs, where, sequence.gathered(shard))
+        return cls.forward(self, *args, **kwargs)
+
+    swap(block, forward=forward)
+
+
+def _become_opaque(module: nn.Module, sequence: Sequence) -> None:
+    cls: Any = type(module)
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        where, shard = hidden_states(args, kwargs)
+        args, kwargs = replaced(args, kwargs, where, sequence.repeated(shard))
+        with sequence.streams.shared():
+            out = cls.forward(self, *args, **kwargs)
+        return on_first(out, sequence.part)
+
+    swap(module, forward=forward)
+
+
+def _become_exit(norm: nn.Module, sequence: Sequence) -> None:
+    cls: Any = type(norm)
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        out = cls.__call__(self, *args, **kwargs)
+        return out if sequence.tokens is None else sequence.exit(out)
+
+    swap(norm, __call__=call)
