@@ -88,8 +88,8 @@ def _sum_input_grads(grad: Tensor | None, weight: Tensor, others: Tensor | None,
         assert others is not None
         return _flat(others).clone() if out is None else out.copy_(_flat(others))
     if others is None:
-        return torch.mm(_flat(grad), weight, out=out)  # type: ignore[arg-type]
-    return torch.addmm(_flat(others), _flat(grad), weight, out=out)  # type: ignore[arg-type]
+        return torch.mm(_flat(grad), weight, out=out)
+    return torch.addmm(_flat(others), _flat(grad), weight, out=out)
 
 
 def _weight_grads(ctx: Any, grad: Tensor | None, x: Tensor | None) -> tuple[Tensor | None, Tensor | None]:

@@ -81,7 +81,7 @@ def find_trunk(model: nn.Module, targets: Mapping[str, Target]) -> Trunk | str:
     if len(lists) != 1:
         found = f"several lists of layers ({', '.join(sorted(lists))})" if lists else "no list of layers"
         return f"its plan cuts {found}, and one is needed, whose layers follow each other"
-    trunk = Trunk(name := lists.pop(), len(modules[name]))  # type: ignore[arg-type]
+    trunk = Trunk(name := lists.pop(), len(modules[name]))
     config = getattr(modules[trunk.owner] if trunk.owner else model, "config", None)
     if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
         return "its layers attend to a second sequence"
@@ -163,10 +163,16 @@ def _owns_parameters(module: nn.Module) -> bool:
 
 
 def _last_norm(model: nn.Module, trunk: Trunk, modules: Mapping[str, nn.Module]) -> str | None:
-    """The norm beside the layers that the model's pipeline plan names right after them."""
+    """The norm beside the layers that comes right after them by the model's pipeline plan.
+
+    In a Hugging Face model that has none, by the order in which its parts are registered.
+    """
     owner = modules[trunk.owner] if trunk.owner else model
-    plan: Any = getattr(getattr(owner, "config", None), "base_model_pp_plan", None) or getattr(owner, "pp_plan", None)
+    config = getattr(owner, "config", None)
+    plan: Any = getattr(config, "base_model_pp_plan", None) or getattr(owner, "pp_plan", None)
     names = list(plan) if isinstance(plan, Mapping) else []
+    if not names and config is not None:
+        names = [name for name, _ in owner.named_children()]
     at = trunk.layers.rpartition(".")[2]
     after = names[names.index(at) + 1 :] if at in names else []
     first: Any = getattr(owner, after[0], None) if after else None

@@ -28,7 +28,8 @@ def hidden_states(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int
     found = kwargs.get("hidden_states")
     if isinstance(found, Tensor):
         return "hidden_states", found
-    for where, value in (*enumerate(args), *kwargs.items()):
+    given: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+    for where, value in given:
         if isinstance(value, Tensor) and value.is_floating_point():
             return where, value
     raise ValueError("a layer was called without hidden states; use sequence_parallel=False")

@@ -30,6 +30,8 @@ def _parity(rank: int, world: int, names: list[str]) -> Any:
 
 
 def test_two() -> None:
-    for name in ["llama-bias", "llama-tied-eager", "gpt2", "qwen3", "olmo2", "gemma2-eager"]:
-        print(name)
-        print(run_ranks(2, _parity, [name])[0])
+    run_ranks(2, _parity, ["llama-bias", "llama-tied-eager", "gpt2", "qwen3", "olmo2"])
+
+
+def test_four() -> None:
+    run_ranks(4, _parity, ["llama", "gpt2"])
