@@ -23,6 +23,7 @@ from parallax.plugins.base import ParallelPlugin, ParamShard
 from parallax.plugins.data.base import DataEngine, StepResult
 from parallax.plugins.launch import same_on_every_rank
 from parallax.plugins.launch.order import OrderOptions
+from parallax.plugins.pipeline import PipelineParallel
 from parallax.plugins.pipeline.catalog import Schedule, find_schedule, name_of
 from parallax.strategies import callbacks, checkpoint, refusals
 from parallax.strategies.announce import announce, summarize_sharded
@@ -148,6 +149,14 @@ class ParallaxStrategy(ProcessStrategy):
     def shard_of(self, fqn: str) -> ParamShard | None:
         """How this rank's tensor of parameter `fqn` sits in the whole one; None when it is whole and counts here."""
         return shard_lookup(self._plugins)(fqn)
+
+    def averaged_over(self, fqn: str) -> str:
+        """The mesh group of ranks that hold replicas of parameter `fqn`: "data", or "edp" for experts."""
+        return averaged_lookup(self._plugins)(fqn)
+
+    def is_tied(self, fqn: str) -> bool:
+        """Whether the parameter has a copy on the first and on the last pipeline stage."""
+        return any(p.is_tied(fqn) for p in self._plugins if isinstance(p, PipelineParallel))
 
     # Set-up
 

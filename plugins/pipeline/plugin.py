@@ -143,6 +143,10 @@ class PipelineParallel(ParallelPlugin):
             if last:
                 self._replicas[fqn] = ParamShard(tuple(here[fqn].shape), axis="pp", owner=False)
 
+    def is_tied(self, fqn: str) -> bool:
+        """Whether `fqn` has a copy on the other end of the pipeline."""
+        return fqn in self._ties
+
     def finalize_grads(self, model: nn.Module, *, mesh: Mesh) -> None:
         """Sum the gradients of tied weights over the first and the last stage."""
         if not self._ties:

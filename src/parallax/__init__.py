@@ -17,10 +17,19 @@ from parallax.plugins.launch import prepare_process
 from parallax.strategies.layout import Layout
 from parallax.strategies.mesh import Mesh
 from parallax.strategies.other_lightning import explain_to_other_lightning
+from parallax.strategies.sentinels import ReplicaDrift, ReplicaSentinel, TrafficLogger
 from parallax.strategies.strategy import ParallaxStrategy
 
 __version__ = "0.1.0"
-__all__ = ["Layout", "Mesh", "ParallaxStrategy", "register_strategies"]
+__all__ = [
+    "Layout",
+    "Mesh",
+    "ParallaxStrategy",
+    "ReplicaDrift",
+    "ReplicaSentinel",
+    "TrafficLogger",
+    "register_strategies",
+]
 
 STRATEGY_NAMES = ("parallax_4d", "parallax")
 

@@ -82,6 +82,8 @@ def show_verdict(console: Console, verdict: Any, *, with_bytes: bool = False) ->
         console.print(f"[red]wrong[/]    {head}: {len(verdict.differences)} difference(s); the first:", highlight=False)
         for difference in verdict.differences[:3]:
             console.print(f"         {difference}", highlight=False, soft_wrap=True)
+    for note in verdict.notes:
+        console.print(f"         {note}", highlight=False, soft_wrap=True)
     if with_bytes and verdict.traffic:
         console.print(traffic_table(verdict.traffic))
 

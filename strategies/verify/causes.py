@@ -38,13 +38,19 @@ def likely_cause(clue: Clue) -> str:
         return "not finite, or held by no rank: a part that is never computed, or an uninitialised buffer"
     if clue.replicas:
         return "replicas disagree between ranks: a missing reduction of a tied or replicated parameter, or other data"
-    if (ratio := _ratio(clue.got, clue.want)) is not None:
+    ratio = _ratio(clue.got, clue.want)
+    if ratio is not None and (clue.what == "norm" or abs(ratio - 1) > 2e-3):
         return _by_ratio(ratio, clue)
     if clue.got.dim() > 0 and (moved := _moved(clue.got, clue.want)) is not None:
         return moved
     if clue.what == "loss":
         return "no constant factor: other samples, labels shifted by one more or less, or a wrong mask or position"
-    return "no constant factor: a missing part of a sum (a reduction over one axis left out), or stale values"
+    if clue.what in ("weight", "moment"):
+        return "gradients and norm were right: the update itself (run twice, on stale states, or with other settings)"
+    return (
+        "no constant factor: a missing part of a sum (a reduction over one axis left out), uneven micro-batches or "
+        "data ranks weighed evenly, or stale values"
+    )
 
 
 def _ratio(got: Tensor, want: Tensor) -> float | None:

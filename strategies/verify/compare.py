@@ -73,6 +73,7 @@ class Comparison:
         self._ranks, self._one, self._sizes, self._tolerance = ranks, one, sizes, tolerance
         self._tied = _ties(ranks, one)
         self._zero = _zero_gradients(one)
+        self.notes: set[str] = set()
         self.differences = list(self._find())
         self.largest = max((d.error for d in self.differences), default=self._largest)
 
@@ -92,13 +93,19 @@ class Comparison:
             norms = {i: r.seen.norms[step] for i, r in enumerate(self._ranks)}
             yield from self._numbers("norm", step, "update", norms, self._one.norms[step])
             yield from self._tensors("weight", step, "update", self._whole("weights", step), self._one.weights[step])
-            for name, want in self._one.metrics[step].items():
-                got = {i: r.seen.metrics[step].get(name, float("nan")) for i, r in enumerate(self._ranks)}
-                fits = [list(self._numbers("metric", step, "forward", g, want, name)) for g in self._means(got, step)]
-                yield from min(fits, key=len)
+            yield from self._metrics(step)
         yield from self._moments()
 
     # One kind each
+
+    def _metrics(self, step: int) -> Iterator[Difference]:
+        """What `self.log` shows. Lightning averages over data ranks evenly, whatever their samples count."""
+        if len({r.tokens[step] for r in self._ranks}) > 1:
+            self.notes.add("metrics were not compared: data ranks have different numbers of valid tokens")
+            return
+        for name, want in self._one.metrics[step].items():
+            got = {i: r.seen.metrics[step].get(name, float("nan")) for i, r in enumerate(self._ranks)}
+            yield from self._numbers("metric", step, "forward", self._mean(got, step), want, name)
 
     def _samples(self) -> Iterator[Difference]:
         """No sample of a step may be read by two data ranks."""
@@ -115,22 +122,18 @@ class Comparison:
                 return
 
     def _losses(self, step: int) -> dict[int, float]:
-        return self._means({i: r.seen.losses[step] for i, r in enumerate(self._ranks)}, step)[0]
+        return self._mean({i: r.seen.losses[step] for i, r in enumerate(self._ranks)}, step)
 
-    def _means(self, values: dict[int, float], step: int) -> list[dict[int, float]]:
-        """The whole batch's value as each rank has it: the mean over data ranks, by valid tokens or (what Lightning's
-        sync_dist does) evenly, where a rank's own data index counts with that rank's value."""
+    def _mean(self, values: dict[int, float], step: int) -> dict[int, float]:
+        """The whole batch's value as each rank has it: the mean over data ranks by valid tokens, where a rank's own
+        data index counts with that rank's value."""
         readers = {r.coordinates["dp"]: i for i, r in reversed(list(enumerate(self._ranks)))}
-        out = []
-        for by_tokens in (True, False):
-            weights = {i: self._ranks[i].tokens[step] if by_tokens else 1.0 for i in readers.values()}
-            total = sum(weights.values())
-            mean = {}
-            for rank, result in enumerate(self._ranks):
-                mine = result.coordinates["dp"]
-                parts = ((values[rank if dp == mine else i], weights[i]) for dp, i in readers.items())
-                mean[rank] = sum(value * weight for value, weight in parts) / total
-            out.append(mean)
+        weights = {i: self._ranks[i].tokens[step] for i in readers.values()}
+        out = {}
+        for rank, result in enumerate(self._ranks):
+            mine = result.coordinates["dp"]
+            parts = ((values[rank if dp == mine else i], weights[i]) for dp, i in readers.items())
+            out[rank] = sum(value * weight for value, weight in parts) / sum(weights.values())
         return out
 
     def _moments(self) -> Iterator[Difference]:

@@ -7,7 +7,7 @@ ranks read; of Parallax it takes the initial weights alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,6 +45,8 @@ class Settings:
         seed: of everything.
         shrink: build the architecture small.
         dropout: leave dropout on; it is switched off otherwise.
+        options: further arguments of ParallaxStrategy.
+        prepare: called on each rank of the layout first; a test plants its faults here.
     """
 
     target: Target
@@ -55,6 +57,7 @@ class Settings:
     shrink: bool = False
     dropout: bool = False
     options: dict[str, Any] = field(default_factory=dict)
+    prepare: Callable[[], None] | None = None
 
 
 @dataclass
@@ -109,6 +112,8 @@ class Given(ClusterEnvironment):
 
 def run_layout(rank: int, world: int, settings: Settings, layout: str) -> RankResult:
     """Train on this rank at `layout`. Collective over `world` ranks."""
+    if settings.prepare is not None:
+        settings.prepare()
     strategy = ParallaxStrategy(layout, cluster_environment=Given(rank, world), **settings.options)
     observer = Observer(parallel_lens())
     with _prepared(settings):

@@ -6,7 +6,7 @@ of heads, ties, layer patterns, number of kinds of layers). It is not: a model z
 
 from __future__ import annotations
 
-import sys
+import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -63,9 +63,7 @@ def shrunk_configs(active: bool) -> Iterator[None]:
     if not active:
         yield
         return
-    import transformers  # noqa: F401 - the models to shrink are its own
-
-    base: Any = sys.modules["transformers.modeling_utils"].PreTrainedModel
+    base: Any = importlib.import_module("transformers.modeling_utils").PreTrainedModel
     # Before any part of a model reads its config, and whichever class comes first: __new__ sees it as it is given.
 
     def made(cls: Any, config: Any = None, *args: Any, **kwargs: Any) -> Any:

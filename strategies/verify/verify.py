@@ -29,6 +29,7 @@ class Verdict:
         largest: largest relative difference that counted as rounding.
         refused: why the layout does not fit the module; None when it ran.
         traffic: (axis, kind, phase) -> (calls, bytes) of rank 0.
+        notes: what was not compared, and why.
     """
 
     layout: str
@@ -37,6 +38,7 @@ class Verdict:
     largest: float = 0.0
     refused: str | None = None
     traffic: dict[tuple[str, str, str], tuple[int, int]] | None = None
+    notes: Sequence[str] = ()
 
     @property
     def passed(self) -> bool:
@@ -49,6 +51,7 @@ class Verdict:
             "passed": self.passed,
             "largest": self.largest,
             "refused": self.refused,
+            "notes": list(self.notes),
             "differences": [d.to_dict() for d in self.differences],
             "traffic": [[*key, *value] for key, value in sorted((self.traffic or {}).items())],
         }
@@ -66,6 +69,8 @@ def verify(
     timeout: float = 600.0,
     report: Callable[[Verdict], None] = lambda verdict: None,
     options: dict[str, Any] | None = None,
+    prepare: Callable[[], None] | None = None,
+    repeat: bool = True,
 ) -> list[Verdict]:
     """Train `target` for a few steps at each layout, on processes of this machine, and compare with one process.
 
@@ -80,6 +85,8 @@ def verify(
         timeout: seconds for one run.
         report: called with each verdict as it comes.
         options: further arguments of ParallaxStrategy.
+        prepare: a module-level function called first on each rank of a layout.
+        repeat: check first that one process gives the same twice.
 
     Raises:
         ValueError: the script does not import, a layout is impossible, or the module gives different results when one
@@ -88,10 +95,11 @@ def verify(
     if dtype not in TOLERANCE:
         raise ValueError(f"dtype {dtype!r} is not known; use one of {', '.join(TOLERANCE)}")
     parsed = Target.parse(target) if isinstance(target, str) else target
-    settings = Settings(parsed, steps, dtype, clip, shrink=shrink, options=options or {})
+    parsed.build()  # what is wrong with the script is said here, before any rank starts
+    settings = Settings(parsed, steps, dtype, clip, shrink=shrink, options=options or {}, prepare=prepare)
     asked = [Layout.from_any(la) for la in ([layouts] if isinstance(layouts, str) else layouts)]
     resolved = [la.resolve(world or la.ranks_needed) for la in asked]
-    pool, verdicts, repeatable = Pool(timeout), list[Verdict](), False
+    pool, verdicts, repeatable = Pool(timeout), list[Verdict](), not repeat
     for wanted, layout in zip(asked, resolved, strict=True):
         try:
             ranks = pool.run(
@@ -119,7 +127,9 @@ def verify(
 def _judge(layout: Layout, ranks: list[RankResult], one: Observation, tolerance: float) -> Verdict:
     sizes = {**layout.axis_sizes(), "ep": layout.expert_parallel_size, "m": layout.num_microbatches or 1}
     found = Comparison(ranks, one, sizes, tolerance)
-    return Verdict(str(layout), layout.world_size, found.differences, found.largest, None, ranks[0].traffic)
+    return Verdict(
+        str(layout), layout.world_size, found.differences, found.largest, None, ranks[0].traffic, sorted(found.notes)
+    )
 
 
 def _require_repeatable(first: Observation, second: Observation) -> None:

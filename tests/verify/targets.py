@@ -1,0 +1,78 @@
+"""Modules the verifier is shown: ordinary LightningModules with their own loaders."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from tests.parity.models import BUILD, SEQ, VOCAB
+
+
+class Rows(Dataset[Any]):
+    """64 different samples; how many labels of each are ignored differs."""
+
+    def __init__(self, key: str) -> None:
+        self._key = key
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        ids = torch.randint(0, VOCAB, (SEQ,), generator=torch.Generator().manual_seed(index))
+        labels = ids.clone()
+        labels[: index % 7] = -100
+        return {self._key: ids, "labels": labels}
+
+
+class Lit(LightningModule):
+    """One of the parity models, with its own data."""
+
+    name = "llama"
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "model"):
+            self.model: Any = BUILD[self.name][0]()
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        loss = BUILD[self.name][1](self.model, batch)
+        self.log("train_loss", loss, sync_dist=True)
+        self.log("doubled", loss.detach() * 2)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, weight_decay=0.1)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(Rows(BUILD[self.name][2]), batch_size=4, shuffle=True)
+
+
+class Gpt2(Lit):
+    name = "gpt2"
+
+
+class Plain(Lit):
+    name = "plain"
+
+
+class Moe(Lit):
+    name = "plain_moe"
+
+
+class Moody(Lit):
+    """Not deterministic: random numbers of the operating system."""
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        return super().training_step(batch, index) * (1 + int.from_bytes(os.urandom(2), "big") / 1e6)
+
+
+class NotAModule:
+    pass
+
+
+def needs_an_argument(size: int) -> LightningModule:
+    raise AssertionError("never called")

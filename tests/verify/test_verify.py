@@ -1,0 +1,109 @@
+"""`parallax verify`: right layouts pass, what cannot be verified is refused in the user's words."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from parallax.__main__ import main
+from parallax.strategies.layout import Layout
+from parallax.strategies.verify import verify
+from parallax.strategies.verify.layouts import all_layouts
+
+SCRIPT = str(Path(__file__).with_name("targets.py"))
+LAYOUTS = ["tp2 pp2", "dp2 zero1", "pp2 dp2 zero3", "cp2 dp2 zero2", "pp4 mb4 zb_h1"]
+
+
+@pytest.mark.limit(200)
+def test_right_layouts_pass_and_say_how_close(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = [word for layout in LAYOUTS for word in ("--layout", layout)]
+    out = tmp_path / "verdicts.json"
+    assert main(["verify", f"{SCRIPT}:Lit", *options, "--steps", "2", "--json", str(out), "--bytes"]) == 0
+    verdicts = json.loads(out.read_text())
+    assert [v["passed"] for v in verdicts] == [True] * len(LAYOUTS)
+    assert all(0 < v["largest"] < 1e-9 for v in verdicts), "a run that is compared with itself would be exact"
+    assert f"{len(LAYOUTS)} right, 0 wrong, 0 refused" in capsys.readouterr().out
+
+
+@pytest.mark.limit(90)
+def test_a_module_that_differs_from_itself_is_refused() -> None:
+    with pytest.raises(ValueError, match="not deterministic: run twice in one process, its loss at step 0"):
+        verify(f"{SCRIPT}:Moody", "dp2", steps=1)
+
+
+@pytest.mark.limit(90)
+def test_a_large_recipe_is_verified_small(tmp_path: Path) -> None:
+    script = tmp_path / "large.py"
+    script.write_text(LARGE)
+    (verdict,) = verify(f"{script}:Llama70B", "tp4", steps=1, shrink=True)
+    assert verdict.passed and verdict.ranks == 4, verdict.differences[:1]
+
+
+LARGE = """
+import torch
+from lightning.pytorch import LightningModule
+from torch.utils.data import DataLoader
+from transformers import LlamaConfig, LlamaForCausalLM
+
+class Llama70B(LightningModule):
+    def configure_model(self):
+        config = LlamaConfig(vocab_size=128256, hidden_size=8192, intermediate_size=28672, num_hidden_layers=80,
+                             num_attention_heads=64, num_key_value_heads=8, max_position_embeddings=8192)
+        self.model = LlamaForCausalLM(config)
+
+    def training_step(self, batch, index):
+        return self.model(**batch).loss
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+    def train_dataloader(self):
+        ids = torch.randint(0, 500, (8, 16), generator=torch.Generator().manual_seed(0))
+        return DataLoader([{"input_ids": row, "labels": row} for row in ids], batch_size=2)
+"""
+
+
+@pytest.mark.parametrize(
+    ("target", "layout", "message"),
+    [
+        ("nowhere.py:Lit", "dp2", "there is no script 'nowhere.py'"),
+        (SCRIPT, "dp2", "does not say what to verify"),
+        (f"{SCRIPT}:Litt", "dp2", "did you mean 'Lit'"),
+        (f"{SCRIPT}:NotAModule", "dp2", "makes a NotAModule, not a LightningModule"),
+        (f"{SCRIPT}:needs_an_argument", "dp2", "cannot be called without arguments"),
+        (f"{SCRIPT}:Lit", "tp3", "num_attention_heads"),
+        (f"{SCRIPT}:Lit", "tp2 tpp2", "tpp2"),
+    ],
+)
+@pytest.mark.limit(90)
+def test_bad_input_is_refused(target: str, layout: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message.replace("(", r"\(")):
+        verify(target, layout, steps=1)
+
+
+def test_a_script_that_fails_to_import_says_why(tmp_path: Path) -> None:
+    script = tmp_path / "broken.py"
+    script.write_text("import a_module_that_is_not_there\n")
+    with pytest.raises(ValueError, match="failed to import: ModuleNotFoundError: No module named 'a_module"):
+        verify(f"{script}:Lit", "dp2", steps=1)
+
+
+def test_a_layout_that_does_not_fit_the_ranks_names_the_nearest() -> None:
+    with pytest.raises(ValueError, match="nearest"):
+        verify(f"{SCRIPT}:Lit", "tp2 pp2", world=6)
+
+
+def test_all_layouts_are_every_possible_one() -> None:
+    found = [Layout.parse(text) for text in all_layouts(4, experts=False, zero=(0,))]
+    sizes = {tuple(layout.axis_sizes().values()) for layout in found}
+    brute = {
+        (pp, dp, cp, tp)
+        for pp in range(1, 5)
+        for dp in range(1, 5)
+        for cp in range(1, 5)
+        for tp in range(1, 5)
+        if 2 <= pp * dp * cp * tp <= 4
+    }
+    assert sizes == brute and len(found) == len(brute)
