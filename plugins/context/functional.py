@@ -94,7 +94,9 @@ def _understood(sequence: CutSequence, mask: Tensor) -> tuple[bool, Documents | 
     if bool(seen.all()):
         return False, None
     if tuple(seen.shape[-2:]) == (n, n) and seen.numel() == n * n:
-        if torch.equal(seen.reshape(n, n), torch.ones_like(seen.reshape(n, n)).tril()):
+        at = sequence.positions(mask.device)
+        made_here, made_of_positions = torch.ones_like(seen.reshape(n, n)).tril(), at.unsqueeze(1) >= at
+        if any(torch.equal(seen.reshape(n, n), causal) for causal in (made_here, made_of_positions)):
             return True, None
         raise _unclear(sequence, mask, "it is not causal")
     if seen.dim() == 4 and tuple(seen.shape[1:]) == (1, 1, n):

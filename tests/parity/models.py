@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tests.parity.context_models import CONTEXT
 from tests.parity.moe_models import MOE
 
 VOCAB, SEQ, BATCH, STEPS = 61, 12, 8, 5
@@ -130,6 +131,7 @@ BUILD: Mapping[str, tuple[Callable[[], nn.Module], Callable[[Any, Any], Tensor],
         "gpt2": (gpt2, hf_loss, "input_ids"),
         "plain": (Plain, plain_loss, "ids"),
         **MOE,
+        **{name: (make, hf_loss, "input_ids") for name, make in CONTEXT.items()},
     }
 )
 
