@@ -78,10 +78,85 @@ class Plain(nn.Module):
         return self.head(x)
 
 
+class Gated(nn.Module):
+    """An MLP as a module of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(HIDDEN, 48, bias=False), nn.Linear(HIDDEN, 48)
+        self.down = nn.Linear(48, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Shift(nn.Module):
+    """Mixes each token with the one before it; no plan says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(HIDDEN))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.pad(x, (0, 0, 1, 0))[:, :-1] * self.weight
+
+
+class Layer(nn.Module):
+    """Attention, a token mixer, and an MLP: a module of its own, or written out in the layer."""
+
+    def __init__(self, written_out: bool) -> None:
+        super().__init__()
+        self.norm, self.norm2 = nn.LayerNorm(HIDDEN), nn.RMSNorm(HIDDEN)
+        self.scale = nn.Parameter(torch.ones(HIDDEN))
+        self.attn, self.shift = Attention(), Shift()
+        self.mlp = None if written_out else Gated()
+        if written_out:
+            self.fc1, self.fc2 = nn.Linear(HIDDEN, 64), nn.Linear(64, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.scale * self.attn(self.norm(x))
+        n = self.norm2(x + self.shift(x))
+        return x + (self.fc2(F.gelu(self.fc1(n))) if self.mlp is None else self.mlp(n))
+
+
+class Modular(nn.Module):
+    """A plain model whose residual stream can be cut into sequence shards."""
+
+    tp_plan = {
+        "embed": "embedding_rowwise",
+        "layers.*.attn.qkv": "packed_colwise(2,1,1)",
+        "layers.*.attn.q_norm": "replicated_with_grad_allreduce",
+        "layers.*.attn.num_heads": "local_size",
+        "layers.*.attn.num_kv_heads": "local_size",
+        "layers.*.attn.out": "rowwise",
+        "layers.0.mlp.gate": "colwise",
+        "layers.0.mlp.up": "colwise",
+        "layers.0.mlp.down": "rowwise",
+        "layers.1.fc1": "colwise",
+        "layers.1.fc2": "rowwise",
+        "head": "colwise_gather_output",
+    }
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, HIDDEN)
+        self.layers = nn.ModuleList([Layer(written_out=False), Layer(written_out=True)])
+        self.norm, self.head = nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, VOCAB, bias=False)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+PLAIN: dict[str, type[nn.Module]] = {"plain": Plain, "modular": Modular}
+
+
 def build(name: str) -> nn.Module:
     """A model by name, in evaluation-free training mode without dropout, fp64, all parameters random."""
     torch.manual_seed(1)
-    model = Plain() if name == "plain" else _hf(name)
+    model = PLAIN[name]() if name in PLAIN else _hf(name)
     generator = torch.Generator().manual_seed(2)
     for param in model.parameters():  # biases and norms too: zeros and ones would hide mistakes
         param.data = param.data.double() + 0.1 * torch.randn(param.shape, generator=generator, dtype=torch.float64)
@@ -117,11 +192,12 @@ def token_ids() -> Tensor:
 
 def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
     """Mean next-token cross-entropy in the dtype of the logits; transformers' own loss works in fp32 and must agree."""
-    out = model(ids) if isinstance(model, Plain) else model(input_ids=ids, labels=ids, use_cache=False)
-    logits = out if isinstance(model, Plain) else out.logits
-    assert logits.shape == (BATCH, SEQ, VOCAB)
+    plain = isinstance(model, tuple(PLAIN.values()))
+    out = model(ids) if plain else model(input_ids=ids, labels=ids, use_cache=False)
+    logits = out if plain else out.logits
+    assert logits.shape == (*ids.shape, VOCAB)
     loss = F.cross_entropy(logits[:, :-1].reshape(-1, VOCAB), ids[:, 1:].reshape(-1))
-    if not isinstance(model, Plain):
+    if not plain:
         torch.testing.assert_close(
             out.loss.double(), loss.double(), rtol=1e-2 if loss.dtype is torch.bfloat16 else 1e-5, atol=0
         )

@@ -65,13 +65,16 @@ class Sequence:
         """What a layer's input holds: what a first call has noted on it, else the tokens under way."""
         tokens: Tokens | None = getattr(hidden, _MARK, self.tokens)
         if tokens is None:
-            raise ValueError("a layer was called outside its model; with sequence_parallel=True call the whole model")
+            raise ValueError(
+                "a layer was called outside its model, or a recomputed layer has lost its sequence length: use "
+                "torch.utils.checkpoint with use_reentrant=False, call the whole model, or set sequence_parallel=False"
+            )
         if tuple(hidden.shape[:-1]) != tokens.shard_shape:
             raise ValueError(
                 f"a layer got hidden states of shape {tuple(hidden.shape)}, but {tokens.shape} tokens over "
-                f"{self.comm.size} ranks are shards of {tokens.shard_shape}. Either the model changes the shape of its "
-                "hidden states between layers; use sequence_parallel=False. Or a recomputed layer has lost its "
-                "sequence length; use torch.utils.checkpoint with use_reentrant=False"
+                f"{self.comm.size} ranks are shards of {tokens.shard_shape}: the model changes the shape of its hidden "
+                "states between layers, or a recomputed layer has lost its sequence length (torch.utils.checkpoint "
+                "needs use_reentrant=False); set sequence_parallel=False"
             )
         setattr(hidden, _MARK, tokens)
         return tokens

@@ -21,7 +21,7 @@ LAYOUTS = {
         "pp4 gpipe mb4",
         "pp4 mb8",
     ],
-    2: ["tp2", "pp2 mb2", "pp2 gpipe mb4", "dp2 zero1 mb2"],
+    2: ["tp2", "tp2 sp0", "pp2 mb2", "pp2 gpipe mb4", "dp2 zero1 mb2"],
     8: [f"tp2 pp2 dp2 zero{z} mb2" for z in range(4)],
 }
 CASES = [(model, layout, n) for model in ("llama", "gpt2", "plain") for n, ls in LAYOUTS.items() for layout in ls]

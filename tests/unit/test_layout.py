@@ -54,6 +54,37 @@ def test_parse_reads_the_data_engine() -> None:
 
 
 @pytest.mark.parametrize(
+    ("source", "value"),
+    [
+        ("tp2 sp1", True),
+        ("sp0 tp2", False),
+        ("tp=2 sp=off", False),
+        ("tp2 sequence_parallel=true", True),
+        ("tp2 sp=auto", None),
+        ({"tp": 2, "sp": True}, True),
+        ({"tp": 2, "sp": None}, None),
+    ],
+)
+def test_a_switch_is_on_off_or_open(source: Any, value: bool | None) -> None:
+    layout = Layout.from_any(source)
+    assert layout.sequence_parallel is value
+    assert Layout.parse(str(layout)) == layout and Layout(**layout.to_dict()) == layout
+    assert str(layout) == "tp2" + {None: "", True: " sp1", False: " sp0"}[value]
+
+
+def test_a_switch_takes_nothing_else_and_needs_its_axis() -> None:
+    for text in ("tp2 sp2", "tp2 sp=perhaps"):
+        with pytest.raises(ValueError, match="sequence_parallel must be on or off"):
+            Layout.parse(text)
+    with pytest.raises(ValueError, match="'sp' in a layout needs a number right after it, e.g. 'sp1'"):
+        Layout.parse("tp2 sp")
+    with pytest.raises(ValueError, match="sequence_parallel=True .* tensor_parallel_size is 1; set it to 2"):
+        Layout.parse("sp1").resolve(2)
+    with pytest.raises(ValueError, match="there are 3; nearest"):
+        Layout.parse("tp2 sp1").resolve(3)
+
+
+@pytest.mark.parametrize(
     ("text", "parts"),
     [
         ("tq2", ["'tq2'", "'tp2'", "pp<n>"]),
