@@ -246,6 +246,10 @@ class Executor:
         state.begin(stage, value)
         try:
             reached_end, output = self._runner.forward(_catch, run.step, i, kept.postponed or nullcontext())
+        except Exception as error:
+            if (clearer := state.explained(error)) is not error:
+                raise clearer from error
+            raise
         finally:
             state.end()
         if reached_end != (way.gives is None):

@@ -20,12 +20,14 @@ from parallax.plugins.pipeline.stage import (
     Foreign,
     ForeignAfter,
     ForeignBefore,
+    ForeignCarried,
     ForeignEmbedding,
     ForeignLayer,
-    ForeignPositions,
     StageState,
+    carry,
     place,
 )
+from parallax.plugins.pipeline.stand_in import refuse
 from parallax.strategies.layout import Layout
 from parallax.strategies.mesh import Mesh
 
@@ -50,6 +52,8 @@ class PipelineParallel(ParallelPlugin):
         self.state: StageState | None = None
         self.placement: tuple[int, ...] = ()
         self._places: list[tuple[str, int, Foreign, Foreign]] = []
+        self._carried: tuple[str, ...] = ()
+        self._looked_at: list[str] = []
         self._ties: set[str] = set()
         self._replicas: dict[str, ParamShard] = {}
         self._summary: dict[str, str] = {}
@@ -86,7 +90,7 @@ class PipelineParallel(ParallelPlugin):
         bounds = split_layers(structure.num_layers, len(self.placement))
         chunks = {s: bounds[s] for s, rank in enumerate(self.placement) if rank == mesh.index("pp")}
         first, last = 0 in chunks, len(bounds) - 1 in chunks
-        self.state = StageState(chunks, structure.num_layers)
+        self.state = StageState(chunks, structure.num_layers, structure.layers, structure.carried)
         ties = _ties(model, structure)
         befores = _stubs_before(model, structure, self.state)
         afters: dict[str, Foreign] = {fqn: ForeignAfter(fqn, self.state) for fqn in structure.after}
@@ -95,6 +99,9 @@ class PipelineParallel(ParallelPlugin):
                 _drop(model, stubs)
             elif len(chunks) > 1:
                 self._places += [(fqn, index, stub, ForeignAfter(fqn, self.state)) for fqn, stub in stubs.items()]
+        self._carried = structure.carried if first else ()
+        later = [part for stage, part in chunks.items() if stage]
+        self._looked_at = [f"{structure.layers}.{i}" for lo, hi in later for i in range(lo, hi)]
         self._cut_layers(model, structure, chunks)
         if not first:
             _demote(model, structure.direct)
@@ -123,6 +130,10 @@ class PipelineParallel(ParallelPlugin):
         """Place this rank's modules; only now, since tensor parallelism changes the class of some of them."""
         for fqn, index, before, after in self._places:
             place(model.get_submodule(fqn), index, self._state, before, after)
+        for fqn in self._carried:
+            carry(model.get_submodule(fqn), fqn, self._state)
+        for fqn in self._looked_at:
+            _look(model.get_submodule(fqn), fqn, fqn.rpartition(".")[0], self._state)
 
     @property
     def _state(self) -> StageState:
@@ -214,15 +225,24 @@ def _find(model: nn.Module, fqn: str) -> nn.Module | None:
 
 
 def _stubs_before(model: nn.Module, structure: Structure, state: StageState) -> dict[str, Foreign]:
-    """The first embedding stands for the received activation; later ones are added to it."""
-    embeddings = [f for f in structure.before if isinstance(model.get_submodule(f), nn.Embedding)]
+    """Stubs for what runs before the layers; what is sent along comes first, since others may be inside of it."""
 
     def make(fqn: str) -> Foreign:
-        if fqn in embeddings:
-            return (ForeignEmbedding if fqn == embeddings[0] else ForeignPositions)(fqn, state)
-        return ForeignBefore(fqn, state)
+        is_embedding = isinstance(model.get_submodule(fqn), nn.Embedding)
+        return (ForeignEmbedding if is_embedding else ForeignBefore)(fqn, state)
 
-    return {fqn: make(fqn) for fqn in structure.before}
+    stubs: dict[str, Foreign] = {fqn: ForeignCarried(fqn, state) for fqn in structure.carried}
+    return stubs | {fqn: make(fqn) for fqn in structure.before if fqn not in stubs}
+
+
+def _look(layer: nn.Module, fqn: str, layers: str, state: StageState) -> None:
+    """Refuse arguments of `layer` that are made up, while the state says so."""
+
+    def look(module: nn.Module, args: Any, kwargs: Any) -> None:
+        if state.running and state.checking:
+            refuse(module, fqn, args, kwargs, state.stand_ins, layers)
+
+    layer.register_forward_pre_hook(look, with_kwargs=True)
 
 
 def _demote(model: nn.Module, fqns: tuple[str, ...]) -> None:

@@ -12,12 +12,13 @@ stay, and activation recomputation, which re-runs what is inside `__call__`, nev
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from parallax.plugins.pipeline.stand_in import explained, made_up
 from parallax.strategies.tree import tensors_of
 
 
@@ -38,6 +39,8 @@ class StageState:
     Args:
         chunks: for each virtual stage on this rank, its layers [lo, hi).
         num_layers: length of the model's layer list.
+        layers: its name.
+        carries: modules before the layers whose outputs travel along to every later stage (`Structure.carried`).
 
     Attributes:
         lo, hi: layers of the running stage.
@@ -45,18 +48,32 @@ class StageState:
         running: whether a stage runs at all; recomputation in a backward, for one, is not a run.
         in_layers: whether the running micro-batch has reached the running stage's layers.
         receives_part: whether what a stage receives holds a part of the tokens only; set by who cuts them.
+        embedded: whether an embedding's stub has run in it.
+        carried, replayed: outputs of the modules of `carries` in it, in order of their calls; how many each has used.
+        checking: whether arguments of layers are looked at (see `stand_in.py`).
+        stand_ins: modules whose stubs have run in it, while checking.
     """
 
-    def __init__(self, chunks: Mapping[int, tuple[int, int]], num_layers: int) -> None:
+    def __init__(
+        self, chunks: Mapping[int, tuple[int, int]], num_layers: int, layers: str = "layers", carries: Sequence[str] = ()
+    ) -> None:
         self._ranges = {
             stage: (lo or -1, hi if hi < num_layers else num_layers + 1) for stage, (lo, hi) in chunks.items()
         }
-        self.num_layers = num_layers
+        self.num_layers, self.layers = num_layers, layers
         self.lo, self.hi = -1, num_layers + 1
         self.received: Any = None
-        self.running = False
-        self.in_layers = False
-        self.receives_part = False
+        self.running = self.in_layers = self.embedded = self.checking = self.receives_part = False
+        self.carries = tuple(carries)
+        self.carried: dict[str, list[Any]] = {}
+        self.replayed: dict[str, int] = {}
+        self.stand_ins: list[str] = []
+        self._checked: set[tuple[int, bool]] = set()
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the running stage begins with the model."""
+        return self.lo < 0
 
     @property
     def is_last(self) -> bool:
@@ -64,11 +81,27 @@ class StageState:
         return self.hi > self.num_layers
 
     def begin(self, stage: int, received: Any) -> None:
+        """`received` is what the previous stage's `pack` made; None on the first stage."""
         self.lo, self.hi = self._ranges[stage]
-        self.received, self.running, self.in_layers = received, True, False
+        self.running, self.in_layers, self.embedded = True, False, False
+        self.received, self.carried = received if self.carries and not self.is_first else (received, {})
+        self._mode = (stage, torch.is_grad_enabled())
+        self.checking = not self.is_first and self._mode not in self._checked
+        self.stand_ins, self.replayed = [], {}
 
     def end(self) -> None:
-        self.received, self.running = None, False
+        self._checked.add(self._mode)
+        self.received, self.carried, self.running = None, {}, False
+
+    def explained(self, error: Exception) -> Exception:
+        """What to raise for an error of the user's step: one that stand-ins have caused says so."""
+        if not self.checking or self.in_layers:
+            return error
+        return explained(error, self.stand_ins, self.layers)
+
+    def pack(self, output: Any) -> Any:
+        """What the stage hands on when its last layer has returned `output`."""
+        return (output, self.carried) if self.carries else output
 
     def hidden(self) -> Tensor:
         """The received activation: the first floating-point tensor the previous stage sent."""
@@ -101,7 +134,7 @@ def place(module: nn.Module, index: int, state: StageState, before: Foreign, aft
             return (before if index < state.lo else after)(*args, **kwargs)
         output = cls.__call__(self, *args, **kwargs)
         if index == state.hi - 1 and not state.is_last:
-            raise StageOutput(output)
+            raise StageOutput(state.pack(output))
         return output
 
     names = {"__call__": placed_call, "__module__": cls.__module__, "__doc__": cls.__doc__}
@@ -170,7 +203,11 @@ class ForeignBefore(Foreign):
                 f"{{..., 'layers': ..., {self.fqn!r}: ...}}; if it is used on both sides, make two modules of it or "
                 f"use pipeline_parallel_size=1"
             )
-        return self.value(*args, **kwargs)
+        value = self.value(*args, **kwargs)
+        if self.state.checking:
+            self.state.stand_ins.append(self.fqn)
+            value = made_up(value)
+        return value
 
     def value(self, *args: Any, **kwargs: Any) -> Any:
         found = [t for t in tensors_of((args, kwargs)) if t.is_floating_point()]
@@ -178,25 +215,59 @@ class ForeignBefore(Foreign):
 
 
 class ForeignEmbedding(ForeignBefore):
-    """The token embedding: the received activation has its shape, dtype and device.
+    """An embedding. The first to run is the tokens': the received activation has its shape, dtype and device.
 
-    Where only a part of the tokens was received (sequence parallelism), something of the shape of all of them.
+    Where only a part of the tokens was received (sequence parallelism), something of the shape of all of them. A further
+    embedding (positions) is added to the first: a zero that broadcasts.
     """
 
     def value(self, *args: Any, **kwargs: Any) -> Tensor:
         hidden = self.state.hidden()
-        if not self.state.receives_part:
+        first, self.state.embedded = not self.state.embedded, True
+        if first and not self.state.receives_part:
             return hidden
+        zero = torch.zeros((), dtype=hidden.dtype, device=hidden.device)
+        if not first:
+            return zero
         ids = next(t for t in tensors_of((args, kwargs)) if not t.is_floating_point())
-        return torch.zeros((), dtype=hidden.dtype, device=hidden.device).expand(*ids.shape, hidden.shape[-1])
+        return zero.expand(*ids.shape, hidden.shape[-1])
 
 
-class ForeignPositions(ForeignBefore):
-    """A further embedding, added to the first one: a zero that broadcasts."""
+class ForeignCarried(Foreign):
+    """A module before the layers whose outputs have come along with the activation: they are the real ones."""
 
-    def value(self, *args: Any, **kwargs: Any) -> Tensor:
-        hidden = self.state.hidden()
-        return torch.zeros((), dtype=hidden.dtype, device=hidden.device)
+    home = "the first stage"
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.state.hidden()  # refuses a call outside a step
+        if self.fqn not in self.state.carried:
+            raise ValueError(
+                f"{self.fqn!r} is to be sent along the pipeline (pp_plan), but it has not run on the first stage before "
+                f"its last layer; it must be called before the layers, or be left out of pp_plan"
+            )
+        outputs = self.state.carried[self.fqn]
+        at = self.state.replayed.get(self.fqn, 0)
+        self.state.replayed[self.fqn] = at + 1
+        if at >= len(outputs):
+            raise ValueError(
+                f"{self.fqn!r} runs more often on this pipeline stage than on the first ({len(outputs)} times); a module "
+                f"whose output is sent along must run before the layers only"
+            )
+        return outputs[at]
+
+
+def carry(module: nn.Module, fqn: str, state: StageState) -> None:
+    """Let `module`, real on the first stage, put its outputs among what is sent along (in place, name unchanged)."""
+    cls = type(module)
+
+    def carried_call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        output = cls.__call__(self, *args, **kwargs)
+        if state.running and state.is_first:
+            state.carried.setdefault(fqn, []).append(output)
+        return output
+
+    names = {"__call__": carried_call, "__module__": cls.__module__, "__doc__": cls.__doc__}
+    module.__class__ = type(cls.__name__, (cls,), names)
 
 
 class ForeignAfter(Foreign):
