@@ -25,7 +25,7 @@ MPIRUN_FLAGS ?= $(if $(filter 0,$(shell id -u)),--allow-run-as-root) --map-by sl
 	--mca pml ob1 --mca btl self,sm,tcp
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test lint bench clean
+.PHONY: help install train test lint bench models clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -66,6 +66,9 @@ lint: $(STAMP) ## ruff and mypy
 
 bench: $(STAMP) ## step times beside plain torch, Lightning and DeepSpeed
 	$(BIN)/python benchmarks/step_time.py $(ARGS)
+
+models: $(STAMP) ## cut every causal-LM architecture of transformers; writes docs/models.md
+	$(BIN)/python -m tests.sweep
 
 clean: ## remove .venv, caches and outputs
 	rm -rf $(VENV) build dist outputs .mypy_cache .ruff_cache .pytest_cache src/*.egg-info

@@ -7,7 +7,6 @@ architectures is kept: only the few whose configs cannot be shrunk by the names 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -51,13 +50,17 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 """Attribute of a config -> small value; vocabularies are prime, everything else divides by 4 where it is cut."""
 
-LARGEST = 3_000_000
+LARGEST = 8_000_000
 """Parameters of a small model, at most."""
 
 DROPOUTS = ("dropout", "pdrop", "dropout_prob", "dropout_rate", "drop_prob")
 
 SPECIAL: dict[str, dict[str, Any]] = {
     "falcon": {"new_decoder_architecture": True, "num_kv_heads": 4},  # of 40B and 180B; 7B has one key-value head
+    "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention"]},
+    "dots3_note_text": {"per_layer_config": None},
+    "gemma4_assistant": {"hidden_size_per_layer_input": 0},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
 }
 """model_type -> arguments beyond `SIZES`, for what sizes alone do not settle."""
 
@@ -70,10 +73,13 @@ def architectures() -> list[str]:
 
 
 def small_config(model_type: str, **changes: Any) -> Any:
-    """A small config of `model_type`, without dropout."""
+    """A small config of `model_type`, without dropout; configs inside it are small too."""
     from transformers import AutoConfig
 
-    default = AutoConfig.for_model(model_type)
+    return _shrink(AutoConfig.for_model(model_type), SPECIAL.get(model_type, {}) | changes)
+
+
+def _shrink(default: Any, changes: dict[str, Any]) -> Any:
     known = default.to_dict()
     wanted = {k: v for k, v in SIZES.items() if k in known or hasattr(default, k)}
     wanted = {k: v for k, v in wanted.items() if not _computed(default, k)}
@@ -83,7 +89,10 @@ def small_config(model_type: str, **changes: Any) -> Any:
     for name in ("layer_types", "mlp_layer_types"):
         if isinstance(known.get(name), list):
             wanted[name] = None
-    return type(default)(**(wanted | SPECIAL.get(model_type, {}) | changes))
+    for name in getattr(default, "sub_configs", {}):
+        if (inner := getattr(default, name, None)) is not None:
+            wanted[name] = _shrink(inner, SPECIAL.get(inner.model_type, {}))
+    return type(default)(**(wanted | changes))
 
 
 def _computed(config: Any, name: str) -> bool:
@@ -126,20 +135,17 @@ def token_ids() -> Tensor:
     return torch.randint(3, VOCAB, (BATCH, SEQ), generator=torch.Generator().manual_seed(4))
 
 
-def carries_plan(model: nn.Module) -> bool:
-    """Whether transformers gives the model a tensor-parallel plan of its own."""
-    return bool(getattr(model, "tp_plan", None))
+def plan_of(model_type: str) -> str:
+    """Whose tensor-parallel plan the architecture has: "ours", "transformers", or none ("")."""
+    from transformers import AutoConfig
 
+    from parallax.plugins.tensor.known import KNOWN_PLANS
 
-def plans() -> Iterator[tuple[str, dict[str, str]]]:
-    """(model_type, plan) of every configuration in transformers that has one, whatever the model is for."""
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-    for model_type in sorted(CONFIG_MAPPING):
-        try:
-            config: Any = CONFIG_MAPPING[model_type]
-        except Exception:
-            continue
-        plan = getattr(config, "base_model_tp_plan", None)
-        if plan:
-            yield model_type, dict(plan)
+    if model_type in KNOWN_PLANS:
+        return "ours"
+    try:
+        config = AutoConfig.for_model(model_type)
+        text = config.get_text_config()
+    except ValueError:  # no default config, or several parts that could be the text's
+        return ""
+    return "transformers" if any(getattr(c, "base_model_tp_plan", None) for c in (config, text)) else ""

@@ -17,9 +17,10 @@ from torch import nn
 
 from parallax.plugins.tensor.attributes import read_size
 from parallax.plugins.tensor.heads import has_shared_heads, head_count, rotary_width, shared_heads
-from parallax.plugins.tensor.plans import Target, hf_models
+from parallax.plugins.tensor.plans import hf_models
 from parallax.plugins.tensor.shards import cut_of
 from parallax.plugins.tensor.styles import CUTTING, Kind
+from parallax.plugins.tensor.target import Target
 
 _CONFIG_NAMES = ("intermediate_size", "n_inner", "ffn_dim", "hidden_size")
 _ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)

@@ -15,18 +15,19 @@ from parallax.plugins.tensor.entry import SharedInput
 from parallax.plugins.tensor.heads import head_count, regroup, rotary_width
 from parallax.plugins.tensor.layers import (
     become_column,
+    become_entering,
     become_mla_keys,
     become_row,
     become_vocab_parallel,
     become_width_parallel,
     sum_output,
 )
-from parallax.plugins.tensor.plans import Target
 from parallax.plugins.tensor.sequence import Sequence, install
 from parallax.plugins.tensor.sequence_plan import Trunk
 from parallax.plugins.tensor.shards import vocabulary
 from parallax.plugins.tensor.streams import Streams, guard
 from parallax.plugins.tensor.styles import Kind
+from parallax.plugins.tensor.target import Target
 from parallax.strategies.comm import AxisComm
 
 
@@ -51,8 +52,8 @@ def convert(
         done.add(key)
         if target.part:
             _become_part(model, target, comm)
-        elif target.style.kind is Kind.COLUMN:
-            siblings.setdefault(group_of(target.fqn), []).append(target)
+        elif target.style.kind in (Kind.COLUMN, Kind.ENTERING):
+            siblings.setdefault(target.block, []).append(target)
         elif target.style.kind is Kind.ROW:
             scatters = trunk is not None and trunk.is_region(target.fqn)
             become_row(target.module, target.style, comm, streams, sequence if scatters else None)
@@ -60,12 +61,16 @@ def convert(
             _become_layer(model, target, comm)
     for owner, group in siblings.items():
         inside = trunk is not None and trunk.is_region(group[0].fqn)
-        entry = SharedInput(comm, len(group), inside)
+        entry = SharedInput(comm, sum(not t.style.entered for t in group), inside)
         for member, target in enumerate(group):
+            if target.style.kind is Kind.ENTERING:
+                become_entering(target.module, entry, member, streams)
+                continue
             become_column(
                 target.module,
                 target.style,
-                entry,
+                comm,
+                None if target.style.entered else entry,
                 member,
                 streams,
                 sequence=sequence if trunk is not None and target.fqn in trunk.direct else None,
@@ -77,11 +82,6 @@ def convert(
     regroup(model, targets)
     if trunk is not None and sequence is not None:
         install(model, trunk, sequence)
-
-
-def group_of(fqn: str) -> str:
-    """The module whose column layers read one tensor: the parent, or that of the layer an adapter wraps."""
-    return fqn.removesuffix(".base_layer").rpartition(".")[0]
 
 
 def _become_part(model: nn.Module, target: Target, comm: AxisComm) -> None:

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from torch import nn
 
 from parallax.plugins.base import ParamShard
-from parallax.plugins.tensor.plans import Target
 from parallax.plugins.tensor.shards import module_shards, parameter_shard
 from parallax.plugins.tensor.styles import CUTTING
+from parallax.plugins.tensor.target import Target
 
 
 def shard_parameters(model: nn.Module, targets: Mapping[str, Target], size: int, index: int) -> dict[int, ParamShard]:

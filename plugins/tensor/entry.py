@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from parallax.plugins.tensor.functions import copy_to_region
 from parallax.plugins.tensor.overlap import Gathering, follow_gathered, lead, lead_gathered
 from parallax.strategies.comm import AxisComm
 
@@ -82,23 +83,47 @@ class SharedInput:
         source = gathered_from(x)
         if not (torch.is_grad_enabled() and x.requires_grad) or (self.inside and source is None):
             return F.linear(x, weight, bias)
-        state = (x._version, autocast_dtype(x))
+        dtype = autocast_dtype(x)
         if is_autocast(x):
-            weight, bias = weight.to(state[1]), None if bias is None else bias.to(state[1])
-        handed = self._output
-        same = self._input is not None and self._input() is x and self._state == state
-        if handed is None or not same or member in self._served:
-            out, handed = self._lead(x.to(state[1]), source, weight, bias)
-            self._input, self._output, self._state = weakref.ref(x, self._forget), handed, state
-            self._served = set()
+            weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
+        handed = self._handed(x, member)
+        if handed is None:
+            out, handed = self._lead(x.to(dtype), source, weight, bias)
+            self._keep(x, handed)
         elif source is not None:
-            out = follow_gathered(handed, source[0].to(state[1]), weight, bias, source[1])
+            out = follow_gathered(handed, source[0].to(dtype), weight, bias, source[1])
         else:
             out = F.linear(handed, weight, bias)
+        self._serve(member)
+        return out
+
+    def enter(self, x: Tensor, member: int) -> Tensor:
+        """`x` for number `member` of the block, inside the region; for what is no product."""
+        if not (torch.is_grad_enabled() and x.requires_grad):
+            return x
+        handed = self._handed(x, member)
+        if handed is None:
+            if self.inside:
+                return x
+            handed = copy_to_region(x.to(autocast_dtype(x)), self.comm)
+            self._keep(x, handed)
+        self._serve(member)
+        return handed
+
+    def _handed(self, x: Tensor, member: int) -> Tensor | None:
+        """What the leader left, if it is for `x` as it is now and `member` has not had it."""
+        same = self._input is not None and self._input() is x and self._state == (x._version, autocast_dtype(x))
+        return self._output if same and member not in self._served else None
+
+    def _keep(self, x: Tensor, handed: Tensor) -> None:
+        self._input, self._output = weakref.ref(x, self._forget), handed
+        self._state = (x._version, autocast_dtype(x))
+        self._served = set()
+
+    def _serve(self, member: int) -> None:
         self._served.add(member)
         if len(self._served) == self.members:
             self._forget()
-        return out
 
     def _lead(
         self, x: Tensor, source: tuple[Tensor, Gathering] | None, weight: Tensor, bias: Tensor | None

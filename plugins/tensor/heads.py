@@ -17,20 +17,21 @@ from typing import Any
 
 from torch import nn
 
-from parallax.plugins.tensor.plans import Target
 from parallax.plugins.tensor.shards import cut_of
 from parallax.plugins.tensor.styles import Kind
+from parallax.plugins.tensor.target import Target
 
 _KEY_VALUE = re.compile(r"(?:^|.*_)(?:k|v|key|value)(?:_proj|_lin)?")
 
 
 def shared_heads(model: nn.Module, target: Target) -> int | None:
     """Number of heads of a key or value projection that stands by itself; None for anything else."""
-    parent, _, name = target.fqn.rpartition(".")
     style = target.style
-    if style.kind is not Kind.COLUMN or style.whole_outside or len(style.blocks) > 1 or not _KEY_VALUE.fullmatch(name):
+    if style.kind is not Kind.COLUMN or style.whole_outside or len(style.blocks) > 1 or target.part:
         return None
-    width, owner = cut_of(target.fqn, target.module, style).size, model.get_submodule(parent)
+    if not _KEY_VALUE.fullmatch(target.name):
+        return None
+    width, owner = cut_of(target.fqn, target.module, style).size, model.get_submodule(target.block)
     each = getattr(owner, "head_dim", None)
     return width // each if isinstance(each, int) and each > 0 and width % each == 0 else None
 
@@ -47,23 +48,21 @@ def with_copies(model: nn.Module, targets: Mapping[str, Target], size: int) -> d
         heads = shared_heads(model, target)
         if heads is not None and size % heads == 0 and heads < size:
             out[fqn] = replace(target, copies=size // heads)
-            groups[fqn.rpartition(".")[0]] = size // heads
+            groups[target.block] = size // heads
     for fqn, target in targets.items():
-        parent, _, name = fqn.rpartition(".")
-        if target.style.kind is Kind.LOCAL_SIZE and parent in groups and "key_value" in name:
-            out[fqn] = replace(target, copies=groups[parent])
+        if target.style.kind is Kind.LOCAL_SIZE and target.block in groups and "key_value" in target.name:
+            out[fqn] = replace(target, copies=groups[target.block])
     return out
 
 
 def regroup(model: nn.Module, targets: Mapping[str, Target]) -> None:
     """Tell attention modules whose key-value heads are shared how many query heads there are for each one here."""
     done: set[str] = set()
-    for fqn, target in targets.items():
-        parent = fqn.rpartition(".")[0]
-        if target.style.kind is not Kind.COLUMN or target.copies == 1 or parent in done:
+    for target in targets.values():
+        if target.style.kind is not Kind.COLUMN or target.copies == 1 or target.block in done:
             continue
-        done.add(parent)
-        owner: Any = model.get_submodule(parent)
+        done.add(target.block)
+        owner: Any = model.get_submodule(target.block)
         if isinstance(getattr(owner, "num_key_value_groups", None), int):
             owner.num_key_value_groups = owner.num_key_value_groups // target.copies
 

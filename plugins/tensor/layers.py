@@ -35,7 +35,8 @@ class Column(nn.Module):
     Attributes:
         comm: the tensor axis.
         streams: switched to this rank's own random numbers for what follows on its features.
-        entry: shared with the other column layers of the block; `member` is this layer's number in it.
+        entry: shared with the other column layers of the block; `member` is this layer's number in it. None where the
+            input is in the region already.
         gathered: whole output width when the output is gathered, else None.
         is_head: whether the output is logits, which stay cut and only look whole (`logits.py`).
         sequence: set when the layer gathers its tokens by itself.
@@ -43,7 +44,7 @@ class Column(nn.Module):
 
     comm: AxisComm
     streams: Streams
-    entry: SharedInput
+    entry: SharedInput | None
     member: int
     gathered: int | None
     is_head: bool
@@ -52,13 +53,38 @@ class Column(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.sequence is not None:
             x = self.sequence.gathered(x)
-        out = self.entry.linear(x, self.member, _weight(self), _bias(self))
+        if self.entry is None:
+            out = F.linear(x, _weight(self), _bias(self))
+        else:
+            out = self.entry.linear(x, self.member, _weight(self), _bias(self))
         if self.gathered is None:
             self.streams.enter()
             return out
         if self.is_head:
             return head_output(out, self.comm, self.gathered)
         return gather_last_dim(out, self.comm, self.gathered)
+
+
+class EnteringLinear(nn.Linear):
+    """A whole linear (the A of an adapter) that reads what enters a region, as the region's column layers do."""
+
+    entry: SharedInput
+    member: int
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.entry.linear(input, self.member, self.weight, self.bias)
+
+
+class EnteringDropout(nn.Dropout):
+    """A dropout in front of such a linear: every rank drops the same."""
+
+    entry: SharedInput
+    member: int
+    streams: Streams
+
+    def forward(self, input: Tensor) -> Tensor:
+        with self.streams.shared():
+            return super().forward(self.entry.enter(input, self.member))
 
 
 class Row(nn.Module):
@@ -200,7 +226,8 @@ def sum_output(module: nn.Module, comm: AxisComm) -> None:
 def become_column(
     module: nn.Module,
     style: Style,
-    entry: SharedInput,
+    comm: AxisComm,
+    entry: SharedInput | None,
     member: int,
     streams: Streams,
     *,
@@ -209,7 +236,6 @@ def become_column(
     copies: int = 1,
 ) -> None:
     """Turn a linear whose parameters are already local into a column-parallel one."""
-    comm = entry.comm
     width = "out_features" if isinstance(module, nn.Linear) else "nf"
     whole = int(getattr(module, width))
     _set_class(module, Kind.COLUMN)
@@ -218,6 +244,12 @@ def become_column(
     gathered = whole if style.whole_outside else None
     _set(module, comm=comm, streams=streams, entry=entry, member=member)
     _set(module, gathered=gathered, is_head=is_head, sequence=sequence)
+
+
+def become_entering(module: nn.Module, entry: SharedInput, member: int, streams: Streams) -> None:
+    """Let a whole linear or dropout read what enters the region."""
+    module.__class__ = EnteringLinear if isinstance(module, nn.Linear) else EnteringDropout
+    _set(module, entry=entry, member=member, streams=streams)
 
 
 def become_row(

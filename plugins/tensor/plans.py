@@ -25,8 +25,10 @@ from torch import nn
 
 from parallax.plugins.tensor.attributes import CONFIG, read_size
 from parallax.plugins.tensor.known import KNOWN_PLANS, LM_HEAD
+from parallax.plugins.tensor.lora import expand
 from parallax.plugins.tensor.shards import is_embedding, is_linear
-from parallax.plugins.tensor.styles import Kind, Style, is_expert_word, parse_style
+from parallax.plugins.tensor.styles import Kind, is_expert_word, parse_style
+from parallax.plugins.tensor.target import Target
 
 HOW_TO = (
     "give it one: a `tp_plan` attribute on the module or ParallaxStrategy(tp_plan={...}), e.g. "
@@ -59,25 +61,6 @@ def _matcher(pattern: str) -> re.Pattern[str]:
     return re.compile(r"\.".join(r"[^.]+" if part == "*" else re.escape(part) for part in pattern.split(".")))
 
 
-@dataclass(frozen=True)
-class Target:
-    """A module (or a parameter, an integer attribute or an argument of it) and what is done to it.
-
-    Attributes:
-        fqn: of the module; where `part` is named, its own name follows.
-        module: what the plan names, or the module that has it.
-        style: what is done.
-        part: the parameter, attribute or argument; empty for the module itself.
-        copies: ranks that share each part of the cut dim (`heads.py`).
-    """
-
-    fqn: str
-    module: nn.Module
-    style: Style
-    part: str = ""
-    copies: int = 1
-
-
 def hf_type() -> type[nn.Module] | None:
     """transformers' `PreTrainedModel` if transformers is in use, else None (it is never imported here)."""
     found: Any = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
@@ -92,6 +75,11 @@ def hf_models(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         if base is not None and isinstance(module, base) and not inside:
             found.append(fqn)
             yield fqn, module
+
+
+def own_attribute(module: nn.Module, name: str) -> Any:
+    """`module.name` unless it is only lent by a module inside, as PEFT's wrappers do; else None."""
+    return getattr(module, name, None) if name in vars(module) or hasattr(type(module), name) else None
 
 
 def is_foreign(module: nn.Module) -> bool:
@@ -109,7 +97,7 @@ def collect_rules(model: nn.Module, plan: Mapping[str, str] | None = None) -> li
     carried_by_hf: list[Rule] = []
     base = hf_type()
     for fqn, module in model.named_modules():
-        carried = getattr(module, "tp_plan", None)
+        carried = own_attribute(module, "tp_plan")
         if carried is None:
             continue
         owner = f"the tp_plan of {type(module).__name__}"
@@ -210,6 +198,7 @@ def resolve(model: nn.Module, rules: list[Rule], *, complete: bool) -> dict[str,
     modules = dict(model.named_modules(remove_duplicate=False))
     experts = {fqn for rule in rules if is_expert_word(rule.style) for fqn in modules if rule.names(fqn)}
     targets: dict[str, Target] = {}
+    named = set[str]()
     for rule in rules:
         if is_expert_word(rule.style):  # the expert plugin's work
             continue
@@ -218,9 +207,11 @@ def resolve(model: nn.Module, rules: list[Rule], *, complete: bool) -> dict[str,
             raise ValueError(f"{rule.source} names {rule.pattern!r}, which matches nothing in {type(model).__name__}")
         style = parse_style(rule.style, rule.pattern) if hits else None
         for fqn, part in hits:
-            if style is not None and not is_foreign(modules[fqn]) and not (part and fqn in experts):
-                name = _join(fqn, part) if part else fqn
-                targets.setdefault(name, Target(name, modules[fqn], style, part))
+            name = _join(fqn, part) if part else fqn
+            if style is None or name in named or is_foreign(modules[fqn]) or (part and fqn in experts):
+                continue
+            named.add(name)
+            targets.update((t.fqn, t) for t in expand(Target(name, modules[fqn], style, part)))
     _follow_ties(modules, targets)
     _follow_activations(modules, targets)
     return targets
@@ -254,7 +245,7 @@ def _follow_activations(modules: dict[str, nn.Module], targets: dict[str, Target
     regions: dict[str, set[Kind]] = {}
     for target in targets.values():
         if target.style.kind in (Kind.COLUMN, Kind.ROW) and not target.style.whole_outside and not target.part:
-            regions.setdefault(target.fqn.rpartition(".")[0], set()).add(target.style.kind)
+            regions.setdefault(target.block, set()).add(target.style.kind)
     for fqn, module in modules.items():
         inside = regions.get(fqn.rpartition(".")[0], set()) == {Kind.COLUMN, Kind.ROW}
         known = type(module).__module__ in ("transformers.activations", "torch.nn.modules.activation")

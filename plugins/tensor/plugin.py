@@ -25,16 +25,16 @@ from parallax.plugins.tensor.cuts import holds_parameters, replace_parameters, s
 from parallax.plugins.tensor.gradients import GradientSums
 from parallax.plugins.tensor.heads import with_copies
 from parallax.plugins.tensor.logits import whole
-from parallax.plugins.tensor.plans import Target, collect_rules, resolve, vocabularies, vocabulary_heads
+from parallax.plugins.tensor.plans import collect_rules, resolve, vocabularies, vocabulary_heads
 from parallax.plugins.tensor.report import describe
 from parallax.plugins.tensor.sequence_plan import Trunk, find_trunk
 from parallax.plugins.tensor.styles import Kind
+from parallax.plugins.tensor.target import Target
 from parallax.strategies.layout import Layout
 from parallax.strategies.mesh import Mesh
 from parallax.strategies.tree import map_tensors
 
-_NUMBERS = (Kind.LOCAL_SIZE, Kind.LOCAL_HEADS)
-"""Kinds that need no parameters."""
+_WITHOUT_PARAMETERS = (Kind.LOCAL_SIZE, Kind.LOCAL_HEADS, Kind.ENTERING)
 
 
 class TensorParallel(ParallelPlugin):
@@ -95,7 +95,7 @@ class TensorParallel(ParallelPlugin):
         comm = mesh["tp"]
         found = resolve(model, collect_rules(model, self._plan), complete=False)
         trunk = self._trunk = self._trunk or self._find_trunk(layout, model, found)
-        targets = {fqn: t for fqn, t in found.items() if t.style.kind in _NUMBERS or holds_parameters(t)}
+        targets = {fqn: t for fqn, t in found.items() if t.style.kind in _WITHOUT_PARAMETERS or holds_parameters(t)}
         require_divisible(conditions(model, targets.values()), comm.size)
         targets = with_copies(model, targets, comm.size)
         cuts = shard_parameters(model, targets, comm.size, comm.index)
@@ -110,7 +110,8 @@ class TensorParallel(ParallelPlugin):
     ) -> None:
         comm = mesh["tp"]
         experts = {id(p) for m in model.modules() if getattr(m, "is_experts_share", False) for p in m.parameters()}
-        summed = {id(p) for t in targets.values() if t.style.kind is Kind.SUM_GRAD for p in t.module.parameters()}
+        partial = [t.module for t in targets.values() if t.style.kind in (Kind.SUM_GRAD, Kind.ENTERING)]
+        summed = {id(p) for module in partial for p in module.parameters()}
         if isinstance(trunk := self._trunk, Trunk):
             summed |= {id(p) for fqn, p in model.named_parameters() if id(p) not in cuts and trunk.is_sharded(fqn)}
         self._sums.add(comm, [fqn for fqn, p in model.named_parameters() if id(p) in summed])

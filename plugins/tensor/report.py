@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from torch import nn
 
 from parallax.plugins.base import ParamShard
-from parallax.plugins.tensor.convert import group_of
-from parallax.plugins.tensor.plans import Target, is_foreign
+from parallax.plugins.tensor.plans import is_foreign
 from parallax.plugins.tensor.sequence_plan import Trunk
 from parallax.plugins.tensor.styles import Kind
+from parallax.plugins.tensor.target import Target
 from parallax.strategies.comm import AxisComm
 
 
@@ -57,7 +57,7 @@ def collectives(
         kind, whole = target.style.kind, target.style.whole_outside
         inside = sharded is not None and sharded.is_region(fqn)
         if kind is Kind.COLUMN and not inside:
-            outside.add(group_of(fqn))
+            outside.add(target.block)
         forward["all-reduces"] += kind in (Kind.EMBEDDING, Kind.SUM_OUTPUT) or (kind is Kind.ROW and not inside)
         forward["reduce-scatters"] += kind is Kind.ROW and inside
         forward["all-gathers"] += kind is Kind.EMBEDDING_WIDTH

@@ -23,11 +23,11 @@ from typing import Any
 
 from torch import nn
 
-from parallax.plugins.tensor.plans import Target
 from parallax.plugins.tensor.styles import Kind
+from parallax.plugins.tensor.target import Target
 
 _TOKEN_WISE_NORM = re.compile(r"(rms|layer)_?norm", re.IGNORECASE)
-_PARTIAL = {Kind.COLUMN, Kind.ROW, Kind.SUM_GRAD, Kind.WHOLE, Kind.LOCAL_SIZE, Kind.LOCAL_HEADS}
+_PARTIAL = {Kind.COLUMN, Kind.ROW, Kind.ENTERING, Kind.SUM_GRAD, Kind.WHOLE, Kind.LOCAL_SIZE, Kind.LOCAL_HEADS}
 """Kinds under which gradients between the gathered input and the scattered output may be partial."""
 _ACTIVATIONS = ("torch.nn.modules.activation", "transformers.activations")
 

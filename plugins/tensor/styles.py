@@ -44,6 +44,7 @@ class Kind(Enum):
     EMBEDDING = "embedding"
     EMBEDDING_WIDTH = "embedding_width"
     MLA_KEYS = "mla_keys"
+    ENTERING = "entering"
     SUM_GRAD = "sum_grad"
     SUM_OUTPUT = "sum_output"
     WHOLE = "whole"
@@ -65,12 +66,15 @@ class Style:
         whole_outside: the activation on the far side of the cut is whole: a column's output is gathered, a
             row's input is sliced here.
         blocks: proportions of the fused blocks along the cut dim; (1,) when nothing is fused.
+        entered: a column's input is in the region already. No word says so: adapters are found to be so (`lora.py`),
+            as is `Kind.ENTERING`, whole parameters whose input enters the region.
     """
 
     word: str
     kind: Kind
     whole_outside: bool = False
     blocks: tuple[int, ...] = (1,)
+    entered: bool = False
 
     @property
     def pads(self) -> bool:

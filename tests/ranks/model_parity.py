@@ -66,7 +66,7 @@ def whole_grads(model: nn.Module, plugins: list[ParallelPlugin], mesh: Mesh) -> 
             whole = out.setdefault(fqn, torch.full(shard.shape, float("nan"), dtype=grad.dtype))
             before = whole.clone()
             shard.put(whole, grad)
-            _require_close(whole.where(~before.isnan(), 0), before.nan_to_num(), f"replicas of {fqn}")
+            require_close(whole.where(~before.isnan(), 0), before.nan_to_num(), f"replicas of {fqn}")
             count = owned.setdefault(fqn, torch.zeros(shard.shape))
             once = torch.zeros(shard.shape)
             shard.put(once, torch.full(shard.local_shape, float(shard.owner)))
@@ -78,7 +78,7 @@ def whole_grads(model: nn.Module, plugins: list[ParallelPlugin], mesh: Mesh) -> 
     return out
 
 
-def _require_close(found: Tensor, wanted: Tensor, what: str) -> None:
+def require_close(found: Tensor, wanted: Tensor, what: str) -> None:
     """Within `TOLERANCE` of the largest element, and of 1."""
     if found.shape != wanted.shape:
         raise AssertionError(f"{what}: shape {tuple(found.shape)} instead of {tuple(wanted.shape)}")
@@ -114,12 +114,12 @@ def compare(rank: int, world: int, model_type: str, options: dict[str, Any], cha
     for (axis, kind, phase), traffic in mesh.ledger.counts.items():
         if axis.startswith("tp"):
             counts[f"{kind} {phase}"] = counts.get(f"{kind} {phase}", 0) + traffic.bytes
-    _require_close(loss.detach(), expected.detach(), "loss")
+    require_close(loss.detach(), expected.detach(), "loss")
     found = whole_grads(model, plugins, mesh)
     wanted = {fqn: p.grad for fqn, p in reference.named_parameters() if p.grad is not None}
     missing = sorted(wanted.keys() ^ found.keys())
     assert not missing, f"gradient on one side only: {missing[:5]}"
     for fqn, grad in found.items():
-        _require_close(grad, wanted[fqn], f"gradient of {fqn}")
+        require_close(grad, wanted[fqn], f"gradient of {fqn}")
     mesh.close()
     return counts
