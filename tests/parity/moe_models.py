@@ -61,7 +61,7 @@ def deepseek_v3() -> nn.Module:
             n_group=2,
             topk_group=1,
             n_shared_experts=1,
-            first_k_dense_replace=1,
+            first_k_dense_replace=2,  # so that the first of two pipeline stages has no experts
             kv_lora_rank=16,
             q_lora_rank=24,
             qk_rope_head_dim=4,

@@ -1,0 +1,134 @@
+"""Experts on four ranks compute what a plain loop over all experts computes, however tokens are routed.
+
+The right values come from the uncut module on all ranks' tokens, one rank after the other, in the same process: its
+outputs and every gradient, in fp64. The bytes on the wire are counted against the formula.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parallax.plugins.expert.layers import become_experts
+from parallax.strategies.comm import AxisComm, Ledger, Traffic
+from tests.parity.moe_models import PlainExperts
+from tests.procs import run_ranks
+
+RANKS, EXPERTS, TOP_K, HIDDEN, WIDTH, FP64, INT64 = 4, 8, 2, 6, 5, 8, 8
+HERE = EXPERTS // RANKS
+
+
+class Case(NamedTuple):
+    """For each rank its tokens [t, h], their choices [t, k] and the weights of these [t, k]."""
+
+    hidden: list[Tensor]
+    choices: list[Tensor]
+    weights: list[Tensor]
+
+
+def some(gen: torch.Generator, tokens: list[int], choose: Any) -> Case:
+    hidden = [torch.randn(t, HIDDEN, generator=gen, dtype=torch.float64) for t in tokens]
+    weights = [torch.rand(t, TOP_K, generator=gen, dtype=torch.float64) for t in tokens]
+    return Case(hidden, [choose(t) for t in tokens], weights)
+
+
+def all_cases() -> Iterator[tuple[str, Case]]:
+    gen = torch.Generator().manual_seed(3)
+
+    def anything(tokens: int) -> Tensor:
+        return torch.rand(tokens, EXPERTS, generator=gen).topk(TOP_K).indices if tokens else torch.zeros(0, TOP_K).long()
+
+    def masked(tokens: int) -> Tensor:  # an index of EXPERTS or more means no expert
+        choices = anything(tokens)
+        return choices.masked_fill(torch.rand(tokens, TOP_K, generator=gen) < 0.4, EXPERTS)
+
+    def always(*experts: int) -> Any:
+        return lambda tokens: torch.tensor(experts).expand(tokens, TOP_K).contiguous()
+
+    for i in range(8):
+        yield f"random {i}", some(gen, torch.randint(1, 12, (RANKS,), generator=gen).tolist(), anything)
+    yield "all to one rank's experts", some(gen, [5, 5, 5, 5], always(2, 3))
+    yield "all to one expert twice", some(gen, [4, 3, 2, 1], always(7, 7))
+    yield "two experts of eight", some(gen, [6, 6, 6, 6], always(0, 7))
+    yield "a rank without tokens", some(gen, [5, 0, 3, 2], anything)
+    yield "one rank has all tokens", some(gen, [0, 0, 9, 0], anything)
+    yield "one token in all", some(gen, [0, 1, 0, 0], anything)
+    yield "no tokens", some(gen, [0, 0, 0, 0], anything)
+    yield "batch of one", some(gen, [1, 1, 1, 1], anything)
+    yield "ragged", some(gen, [7, 1, 4, 2], anything)
+    yield "masked", some(gen, [6, 5, 4, 3], masked)
+    yield "all masked", some(gen, [3, 3, 3, 3], always(EXPERTS, EXPERTS + 1))
+
+
+def whole_experts() -> PlainExperts:
+    torch.manual_seed(1)
+    return PlainExperts(HIDDEN, WIDTH, EXPERTS).double()
+
+
+def run(experts: Any, hidden: Tensor, choices: Tensor, weights: Tensor, ledger: Ledger) -> tuple[Tensor, ...]:
+    """Output and the gradients of tokens and weights; gradients of parameters are left on them."""
+    hidden, weights = hidden.clone().requires_grad_(), weights.clone().requires_grad_()
+    with ledger.during("forward"):
+        out = experts(hidden, choices, weights)
+    with ledger.during("backward"):
+        (out * out.detach().cos()).sum().backward()
+    grads = [torch.zeros_like(t) if t.grad is None else t.grad for t in (hidden, weights)]
+    return out.detach(), *grads
+
+
+def parallel(rank: int, world: int) -> dict[str, Any]:
+    results = {}
+    for name, case in all_cases():
+        ledger = Ledger()
+        comm = AxisComm("ep", range(world), rank, dist.group.WORLD, ledger)
+        experts: Any = whole_experts()
+        for param in experts.parameters():
+            param.data = param.data[rank * HERE : (rank + 1) * HERE].clone()
+        become_experts(experts, comm, None, EXPERTS)
+        outcome = run(experts, case.hidden[rank], case.choices[rank], case.weights[rank], ledger)
+        with torch.no_grad():
+            evaluated = experts(case.hidden[rank], case.choices[rank], case.weights[rank])
+        results[name] = outcome, {n: p.grad for n, p in experts.named_parameters()}, evaluated, dict(ledger.counts)
+    return results
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Any:
+    return run_ranks(RANKS, parallel, timeout=60)
+
+
+CASES = dict(all_cases())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_a_loop_over_all_experts(name: str, ranks: Any) -> None:
+    case, experts = CASES[name], whole_experts()
+    for rank in range(RANKS):
+        want = run(experts, case.hidden[rank], case.choices[rank], case.weights[rank], Ledger())
+        got, _, evaluated, _ = ranks[rank][name]
+        for mine, right in zip((*got, evaluated), (*want, want[0]), strict=True):
+            torch.testing.assert_close(mine, right, rtol=1e-9, atol=1e-12)
+    for param, whole in experts.named_parameters():
+        parts = [ranks[rank][name][1][param] for rank in range(RANKS)]
+        right = torch.zeros_like(whole) if whole.grad is None else whole.grad
+        torch.testing.assert_close(torch.cat(parts), right, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bytes_are_those_of_the_rows_that_travel(name: str, ranks: Any) -> None:
+    """Each way one exchange of the chosen rows there and one back; forward E counts, as one message."""
+    case = CASES[name]
+    sent = [int((choices < EXPERTS).sum()) for choices in case.choices]
+    for rank in range(RANKS):
+        here = [int(((c >= rank * HERE) & (c < (rank + 1) * HERE)).sum()) for c in case.choices]
+        rows = (sent[rank] + sum(here)) * HIDDEN * FP64
+        counts = ranks[rank][name][3]
+        assert counts["ep", "all_to_all", "forward"] == Traffic(3, rows + EXPERTS * INT64)
+        assert counts["ep", "all_to_all", "backward"] == Traffic(2, rows)
+    total = sum(t.bytes for r in ranks for (_, _, phase), t in r[name][3].items() if phase in ("forward", "backward"))
+    assert total == 4 * sum(sent) * HIDDEN * FP64 + RANKS * EXPERTS * INT64
