@@ -46,10 +46,10 @@ def make_plugins(layout: Layout, options: Mapping[str, Mapping[str, Any]]) -> li
     sizes = {**layout.axis_sizes(), "ep": layout.expert_parallel_size}
     wanted = [axis for axis, _ in ORDER if sizes[axis] > 1]
     found: dict[str, list[ParallelPlugin]] = {axis: [] for axis, _ in ORDER}
-    if wanted:
+    if any(size > 1 for size in sizes.values()):
         for name in registry.names("parallax.parallelism"):
             kind: Any = registry.load("parallax.parallelism", name)
-            if any(axis in wanted for axis in (kind.axis, *kind.also)):
+            if any(sizes[axis] > 1 for axis in (kind.axis, *kind.also)):
                 given = {name: value for name, value in options.get(kind.axis, {}).items() if value is not None}
                 found[kind.axis].append(kind(**given))
     missing = [axis for axis in wanted if not found[axis]]

@@ -45,6 +45,8 @@ class ParallaxStrategy(ProcessStrategy):
         tp_plan: tensor-parallel plan relative to the LightningModule; None reads the one the model carries.
         pp_plan: pipeline plan, likewise.
         ep_plan: expert-parallel plan, likewise.
+        expert_balance: "microbatch" or "global": the tokens over which the auxiliary loss of a mixture of experts is
+            computed, those of a data rank's micro-batch (as DDP does) or those of all data ranks.
         cp_plan: entries of a batch that have tokens, and at which dim; None reads the model's, else the batch's shapes.
         schedule: the pipeline schedule, as in a layout: a name, the path of a .csv file, "module:function"; or the
             function itself, `(num_ranks, num_microbatches, stages_per_rank) -> lists of actions` (docs/pipeline.md).
@@ -71,6 +73,7 @@ class ParallaxStrategy(ProcessStrategy):
         tp_plan: Mapping[str, str] | None = None,
         pp_plan: Mapping[str, Any] | None = None,
         ep_plan: Mapping[str, str] | None = None,
+        expert_balance: str | None = None,
         cp_plan: Mapping[str, int] | None = None,
         schedule: str | Schedule | None = None,
         precision: str | None = None,
@@ -104,7 +107,7 @@ class ParallaxStrategy(ProcessStrategy):
         self._options: dict[str, dict[str, Any]] = {
             "tp": {"plan": tp_plan},
             "pp": {"plan": pp_plan, "schedule": schedule if callable(schedule) else None},
-            "ep": {"plan": ep_plan},
+            "ep": {"plan": ep_plan, "balance": expert_balance},
             "cp": {"plan": cp_plan},
         }
         self._engine: Engine | None = None

@@ -26,8 +26,23 @@ LAST_RESORT = 30.0
 _stderr: list[int] = []
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all-layouts", action="store_true", help="run every combination of layouts, not a selection")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is marked `all_layouts` unless asked for."""
+    if config.getoption("--all-layouts"):
+        return
+    left_out = [item for item in items if item.get_closest_marker("all_layouts")]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("all_layouts")]
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "limit(seconds): time limit of this test instead of the usual one")
+    config.addinivalue_line("markers", "all_layouts: run with --all-layouts only")
     _stderr.append(os.dup(2))  # the real one: pytest captures descriptor 2 while tests run
 
 

@@ -40,6 +40,11 @@ def bases_of(module: nn.Module) -> list[Any]:
     return list({id(base): base for model in models_of(module) if (base := model.base_model) is not None}.values())
 
 
+def sequence_of(module: nn.Module) -> CutSequence | None:
+    """The sequence a transformers model works on; None when it is not cut."""
+    return next((s for m in module.modules() if (s := vars(m).get(_SEQUENCE)) is not None), None)
+
+
 def attach(module: nn.Module, sequence: CutSequence) -> Callable[[], None]:
     """Let the transformers models in `module` work on the cut sequence. Returns what takes it back."""
     undo: list[Callable[[], None]] = []

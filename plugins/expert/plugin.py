@@ -10,16 +10,20 @@ forward two all-to-alls of T k h elements (dispatch, combine) and one of E count
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from torch import nn
 
 from parallax.plugins.base import ParallelPlugin, ParamShard
+from parallax.plugins.expert.balance import attach
 from parallax.plugins.expert.layers import become_experts
 from parallax.plugins.expert.plans import HOW_TO, ExpertsTarget, find_experts, old_style
 from parallax.strategies.comm import AxisComm
 from parallax.strategies.layout import Layout
 from parallax.strategies.mesh import Mesh
+
+BALANCED_OVER = {"microbatch": "cp", "global": "data"}
+"""Option `expert_balance` -> the mesh group whose tokens the auxiliary loss is computed over."""
 
 
 class ExpertParallel(ParallelPlugin):
@@ -27,14 +31,20 @@ class ExpertParallel(ParallelPlugin):
 
     Args:
         plan: `ep_plan` relative to the root module. Goes before plans the model carries.
+        balance: over which tokens a model's auxiliary loss balances its experts: "microbatch", those of one
+            micro-batch on one data rank, or "global", those of one micro-batch on all of them.
     """
 
     name = "expert"
     axis = "ep"
-    also = ("tp",)
+    also = ("tp", "cp", "dp")  # tp cuts inside experts; over the others the auxiliary loss may be computed
 
-    def __init__(self, plan: Mapping[str, str] | None = None) -> None:
-        self._plan = dict(plan or {})
+    def __init__(self, plan: Mapping[str, str] | None = None, balance: str = "microbatch") -> None:
+        if balance not in BALANCED_OVER:
+            raise ValueError(f"expert_balance must be one of {', '.join(BALANCED_OVER)}; got {balance!r}")
+        self._plan, self._balanced_over = dict(plan or {}), BALANCED_OVER[balance]
+        self._balanced: AxisComm | None = None
+        self._detach: Callable[[], None] | None = None
         self._shards: dict[str, ParamShard] = {}
         self._report: dict[str, str] = {}
 
@@ -44,8 +54,8 @@ class ExpertParallel(ParallelPlugin):
         Raises:
             ValueError: with the number and what would do.
         """
-        targets = find_experts(model, self._plan)
         ep, tp = layout.expert_parallel_size, layout.tensor_parallel_size
+        targets = find_experts(model, self._plan) if ep > 1 or tp > 1 else []
         if ep > 1 and not any(t.grouped for t in targets):
             old = next(old_style(model), None)
             why = f"; {old!r} is a list of modules: keep the experts' weights in one tensor each" if old else ""
@@ -61,7 +71,7 @@ class ExpertParallel(ParallelPlugin):
 
     def apply(self, model: nn.Module, *, mesh: Mesh, layout: Layout) -> None:
         ep, tp = mesh["ep"], mesh["tp"]
-        targets = find_experts(model, self._plan)
+        targets = find_experts(model, self._plan) if ep.size > 1 or tp.size > 1 else []
         for target in targets:
             for name, shard in _cuts(target, (ep.size, ep.index), (tp.size, tp.index)).items():
                 param = target.module.get_parameter(name)
@@ -73,6 +83,16 @@ class ExpertParallel(ParallelPlugin):
             if cut_inside or ep.size > 1:
                 become_experts(target.module, ep, tp if cut_inside else None, target.num_experts)
         self._report = _describe(targets, ep, tp)
+        self._balanced = mesh[self._balanced_over]
+
+    def finish(self, model: nn.Module) -> None:
+        assert self._balanced is not None
+        self._detach = attach(model, self._balanced)
+
+    def restore(self, model: nn.Module) -> None:
+        if self._detach is not None:
+            self._detach()
+        self._detach = None
 
     def param_shard(self, fqn: str) -> ParamShard | None:
         return self._shards.get(fqn)

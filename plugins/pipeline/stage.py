@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from parallax.plugins.pipeline.captured import with_captured, without_captured
 from parallax.plugins.pipeline.stand_in import explained, made_up
 from parallax.strategies.tree import tensors_of
 
@@ -101,6 +102,7 @@ class StageState:
 
     def pack(self, output: Any) -> Any:
         """What the stage hands on when its last layer has returned `output`."""
+        output = with_captured(output)
         return (output, self.carried) if self.carries else output
 
     def hidden(self) -> Tensor:
@@ -183,7 +185,9 @@ class ForeignLayer(Foreign):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self.state.hidden()  # refuses a call outside a step, where nothing was received
-        self.state.in_layers = True
+        if not self.state.in_layers:
+            self.state.received = without_captured(self.state.received)
+            self.state.in_layers = True
         return self.state.received
 
 

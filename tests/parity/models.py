@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.parity.context_models import CONTEXT
-from tests.parity.moe_models import MOE
+from tests.parity.moe_models import BALANCED_MOE, MOE
 
 VOCAB, SEQ, BATCH, STEPS = 61, 12, 8, 5
 
@@ -132,6 +132,7 @@ BUILD: Mapping[str, tuple[Callable[[], nn.Module], Callable[[Any, Any], Tensor],
         "plain": (Plain, plain_loss, "ids"),
         **MOE,
         **{name: (make, hf_loss, "input_ids") for name, make in CONTEXT.items()},
+        **BALANCED_MOE,
     }
 )
 

@@ -6,6 +6,7 @@ Routers of random weights spread their choices unevenly, so that some experts ge
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -25,13 +26,16 @@ SIZES = {
 }
 
 
-def mixtral() -> nn.Module:
+BALANCED = {"output_router_logits": True, "router_aux_loss_coef": 0.5}  # so large that an error shows
+
+
+def mixtral(**more: Any) -> nn.Module:
     from transformers import MixtralConfig, MixtralForCausalLM
 
-    return MixtralForCausalLM(MixtralConfig(**SIZES, intermediate_size=24, num_local_experts=4))
+    return MixtralForCausalLM(MixtralConfig(**SIZES, intermediate_size=24, num_local_experts=4, **more))
 
 
-def qwen3_moe() -> nn.Module:
+def qwen3_moe(dense: int = 1, **more: Any) -> nn.Module:
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     return Qwen3MoeForCausalLM(
@@ -43,7 +47,8 @@ def qwen3_moe() -> nn.Module:
             num_experts=8,
             num_experts_per_tok=3,
             norm_topk_prob=True,
-            mlp_only_layers=[0],
+            mlp_only_layers=list(range(dense)),
+            **more,
         )
     )
 
@@ -110,13 +115,15 @@ class PlainMoeBlock(nn.Module):
     def __init__(self, dim: int, num_experts: int, top_k: int) -> None:
         super().__init__()
         self.top_k = top_k
-        self.norm, self.mix = nn.LayerNorm(dim), nn.Linear(dim, dim)
+        self.norm1, self.qkv = nn.LayerNorm(dim), nn.Linear(dim, 3 * dim)
+        self.norm2 = nn.LayerNorm(dim)
         self.router = nn.Linear(dim, num_experts, bias=False)
         self.experts = PlainExperts(dim, 24, num_experts)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.mix(x.cumsum(1) / 8)
-        tokens = self.norm(x).flatten(0, 1)
+        q, k, v = self.qkv(self.norm1(x)).unsqueeze(1).chunk(3, -1)
+        x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True).squeeze(1)
+        tokens = self.norm2(x).flatten(0, 1)
         weights, index = self.router(tokens).softmax(-1).topk(self.top_k)
         return x + self.experts(tokens, index, weights).view_as(x)
 
@@ -163,6 +170,11 @@ def logits_loss(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
 
+def own_loss(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
+    """With the auxiliary loss; inside `KeepDouble` it is computed in fp64."""
+    return model(**batch).loss
+
+
 def plain_moe_loss(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
     return F.cross_entropy(model(batch["ids"]).flatten(0, 1), batch["labels"].flatten())
 
@@ -177,3 +189,11 @@ MOE: Mapping[str, tuple[Callable[[], nn.Module], Callable[[Any, Any], Tensor], s
         "plain_moe": (PlainMoe, plain_moe_loss, "ids"),
     }
 )
+
+BALANCED_MOE: Mapping[str, tuple[Callable[[], nn.Module], Callable[[Any, Any], Tensor], str]] = MappingProxyType(
+    {
+        "mixtral_balanced": (partial(mixtral, **BALANCED), own_loss, "input_ids"),
+        "qwen3_moe_balanced": (partial(qwen3_moe, dense=2, **BALANCED), own_loss, "input_ids"),
+    }
+)
+"""With an auxiliary loss; the second one has no router on the first of two pipeline stages."""

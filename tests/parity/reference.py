@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tests.parity.models import BUILD, build, samples
+from tests.parity.models import BUILD, build, samples, tokens
 
 LR, CLIP = 1e-2, 0.5
 
@@ -29,15 +30,17 @@ def optimizer(parameters: Any, dtype: torch.dtype) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=LR, weight_decay=0.1, eps=1e-8 if dtype == torch.float64 else 1e-4)
 
 
-def train(name: str, dtype: torch.dtype, autocast: torch.dtype | None = None) -> Run:
-    """Plain torch on the whole batch."""
+def train(
+    name: str, dtype: torch.dtype, autocast: torch.dtype | None = None, parts: Sequence[Sequence[int]] = ()
+) -> Run:
+    """Plain torch on the whole batch, or on its `parts` (rows of each), whose losses are averaged by valid tokens."""
     model = build(name, dtype)
     loss_of = BUILD[name][1]
     opt = optimizer(model.parameters(), dtype)
     run = Run()
     for batch in samples(name):
         with torch.autocast("cpu", dtype=autocast or torch.bfloat16, enabled=autocast is not None):
-            loss = loss_of(model, batch)
+            loss = loss_of(model, batch) if not parts else _averaged(name, model, batch, parts)
         loss.backward()
         grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
         run.first_grads = run.first_grads or grads
@@ -48,6 +51,13 @@ def train(name: str, dtype: torch.dtype, autocast: torch.dtype | None = None) ->
         opt.zero_grad()
     run.weights = {n: p.detach().clone() for n, p in model.named_parameters()}
     return run
+
+
+def _averaged(name: str, model: Any, batch: dict[str, Tensor], parts: Sequence[Sequence[int]]) -> Tensor:
+    pieces = [{key: value[list(rows)] for key, value in batch.items()} for rows in parts]
+    shares = torch.tensor([tokens(name, piece) for piece in pieces], dtype=torch.float64)
+    losses = torch.stack([BUILD[name][1](model, piece) for piece in pieces])
+    return (losses * (shares / shares.sum()).to(losses.dtype)).sum()
 
 
 def train_bf16_true(name: str) -> Run:

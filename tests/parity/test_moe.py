@@ -8,6 +8,7 @@ choice between two experts whose scores are closer than 1e-7 would otherwise dep
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -33,7 +34,24 @@ LAYOUTS = {
         "pp2 dp2 ep2 zero2 mb2",
     ],
 }
-ALL = [(model, layout) for model in MOE for layouts in LAYOUTS.values() for layout in layouts]
+
+
+def cases_of(world: int, everything: bool) -> list[tuple[str, str]]:
+    """(model, layout) on `world` ranks: all of them, or every third layout for each model."""
+    return [
+        (model, layout)
+        for at, model in enumerate(MOE)
+        for i, layout in enumerate(LAYOUTS[world])
+        if everything or i % 3 == at % 3
+    ]
+
+
+def params() -> Any:
+    for world in LAYOUTS:
+        usual = cases_of(world, everything=False)
+        for case in cases_of(world, everything=True):
+            name = f"{case[0]}-{case[1].replace(' ', '_')}"
+            yield pytest.param(world, case, id=name, marks=() if case in usual else pytest.mark.all_layouts)
 
 
 def train(rank: int, world: int, cases: list[tuple[str, str]]) -> dict[tuple[str, str], Any]:
@@ -41,18 +59,25 @@ def train(rank: int, world: int, cases: list[tuple[str, str]]) -> dict[tuple[str
         return {(m, la): harness.train_rank(rank, world, m, torch.float64, la, {}) for m, la in cases}
 
 
-def size_of(layout: str) -> int:
-    return next(world for world, layouts in LAYOUTS.items() if layout in layouts)
+@pytest.fixture(scope="module")
+def runs(request: pytest.FixtureRequest) -> Any:
+    """Number of ranks -> what every rank returned, run once."""
+    everything = request.config.getoption("--all-layouts")
+    return cache(lambda world: run_ranks(world, train, cases_of(world, everything), timeout=900 if everything else 170))
 
 
 @pytest.fixture(scope="module")
-def want() -> Any:
-    done: dict[str, reference.Run] = {}
+def references() -> Any:
+    def train_whole(model: str) -> reference.Run:
+        with KeepDouble():
+            return reference.train(model, torch.float64)
 
-    def get(model: str) -> reference.Run:
-        if model not in done:
-            with KeepDouble():
-                done[model] = reference.train(model, torch.float64)
-        return done[model]
+    return cache(train_whole)
 
-    return get
+
+@pytest.mark.limit(1000)
+@pytest.mark.parametrize(("world", "case"), params())
+def test_equals_one_process(world: int, case: tuple[str, str], runs: Any, references: Any) -> None:
+    want = references(case[0])
+    assert want.norms[0] > reference.CLIP, "clipping must be active for the test to mean anything"
+    assert_equal([rank[case] for rank in runs(world)], want, zero_in_theory(want), 1e-9)

@@ -41,7 +41,7 @@ def all_cases() -> Iterator[tuple[str, Case]]:
     gen = torch.Generator().manual_seed(3)
 
     def anything(tokens: int) -> Tensor:
-        return torch.rand(tokens, EXPERTS, generator=gen).topk(TOP_K).indices if tokens else torch.zeros(0, TOP_K).long()
+        return torch.rand(tokens, EXPERTS, generator=gen).topk(TOP_K).indices
 
     def masked(tokens: int) -> Tensor:  # an index of EXPERTS or more means no expert
         choices = anything(tokens)
