@@ -161,6 +161,11 @@ class ParallaxStrategy(ProcessStrategy):
         """Whether the parameter has a copy on the first and on the last pipeline stage."""
         return any(p.is_tied(fqn) for p in self._plugins if isinstance(p, PipelineParallel))
 
+    @property
+    def ep_plan(self) -> Mapping[str, str] | None:
+        """The expert-parallel plan that was given; None when the model's own counts."""
+        return self._options["ep"]["plan"]
+
     # Set-up
 
     def setup_environment(self) -> None:
