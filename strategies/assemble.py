@@ -52,6 +52,9 @@ def make_plugins(layout: Layout, options: Mapping[str, Mapping[str, Any]]) -> li
             if any(sizes[axis] > 1 for axis in (kind.axis, *kind.also)):
                 given = {name: value for name, value in options.get(kind.axis, {}).items() if value is not None}
                 found[kind.axis].append(kind(**given))
+    unused = [n for n, value in options.get("ep", {}).items() if n != "plan" and value is not None and not found["ep"]]
+    if unused:
+        raise ValueError(f"expert_{unused[0]} is set, but on one rank nothing is done to experts; leave it out")
     missing = [axis for axis in wanted if not found[axis]]
     if missing:
         served = registry.names("parallax.parallelism")

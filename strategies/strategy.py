@@ -47,6 +47,8 @@ class ParallaxStrategy(ProcessStrategy):
         ep_plan: expert-parallel plan, likewise.
         expert_balance: "microbatch" or "global": the tokens over which the auxiliary loss of a mixture of experts is
             computed, those of a data rank's micro-batch (as DDP does) or those of all data ranks.
+        expert_capacity_factor: choices an expert takes of one rank's micro-batch, over the mean; those beyond are
+            dropped. None drops nothing.
         cp_plan: entries of a batch that have tokens, and at which dim; None reads the model's, else the batch's shapes.
         schedule: the pipeline schedule, as in a layout: a name, the path of a .csv file, "module:function"; or the
             function itself, `(num_ranks, num_microbatches, stages_per_rank) -> lists of actions` (docs/pipeline.md).
@@ -74,6 +76,7 @@ class ParallaxStrategy(ProcessStrategy):
         pp_plan: Mapping[str, Any] | None = None,
         ep_plan: Mapping[str, str] | None = None,
         expert_balance: str | None = None,
+        expert_capacity_factor: float | None = None,
         cp_plan: Mapping[str, int] | None = None,
         schedule: str | Schedule | None = None,
         precision: str | None = None,
@@ -107,7 +110,7 @@ class ParallaxStrategy(ProcessStrategy):
         self._options: dict[str, dict[str, Any]] = {
             "tp": {"plan": tp_plan},
             "pp": {"plan": pp_plan, "schedule": schedule if callable(schedule) else None},
-            "ep": {"plan": ep_plan, "balance": expert_balance},
+            "ep": {"plan": ep_plan, "balance": expert_balance, "capacity_factor": expert_capacity_factor},
             "cp": {"plan": cp_plan},
         }
         self._engine: Engine | None = None

@@ -25,7 +25,7 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, share: Tensor, whole: Tensor, factor: Tensor) -> Tensor:
         ctx.save_for_backward(factor)
-        return whole.to(share.dtype)
+        return whole.to(share.dtype, copy=True)  # an input returned as it is could not be added to in place
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from parallax.plugins.expert.functions import exchange, spread, weighted_sum
-from parallax.plugins.expert.routing import route
+from parallax.plugins.expert.routing import route, within_capacity
 from parallax.plugins.tensor.functions import copy_to_region, reduce_from_region
 from parallax.strategies.comm import AxisComm
 
@@ -26,11 +26,13 @@ class Experts(nn.Module):
         ep: the expert axis: rank i holds whole experts [i E / n, (i + 1) E / n).
         tp: the axis every expert is cut over inside; None when it is whole.
         all_experts: experts of the layer over all ranks; the module's own `num_experts` counts those here.
+        capacity_factor: choices an expert takes of a rank, over the mean; None takes all.
     """
 
     ep: AxisComm
     tp: AxisComm | None
     all_experts: int
+    capacity_factor: float | None
     is_experts_share = True  # its parameters are no other plugin's
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -38,6 +40,9 @@ class Experts(nn.Module):
         hidden, weights = hidden_states.reshape(-1, shape[-1]), top_k_weights.reshape(-1, top_k_index.shape[-1])
         choices = top_k_index.reshape(-1, top_k_index.shape[-1])
         weights = weights.to(torch.promote_types(weights.dtype, hidden.dtype))  # sums of their gradients are as wide
+        if self.capacity_factor is not None:
+            choices = within_capacity(choices, weights, self.all_experts, self.capacity_factor)
+            weights = weights.masked_fill(choices >= self.all_experts, 0)
         if self.tp is not None:  # each rank computes a part of every expert: sum at the exit, gradients at the entry
             hidden, weights = copy_to_region(hidden, self.tp), copy_to_region(weights, self.tp)
         if self.ep.size == 1:
@@ -65,9 +70,12 @@ def _class(base: type) -> type[nn.Module]:
     return type(f"Parallel{base.__name__}", (Experts, base), {"__module__": base.__module__, "__doc__": base.__doc__})
 
 
-def become_experts(module: Any, ep: AxisComm, tp: AxisComm | None, all_experts: int) -> None:
+def become_experts(
+    module: Any, ep: AxisComm, tp: AxisComm | None, all_experts: int, capacity_factor: float | None = None
+) -> None:
     """Turn an experts module whose parameters are already local into this rank's share of it."""
     base: type = type(module)
     module.__class__ = _class(base)
     module.ep, module.tp, module.all_experts = ep, tp, all_experts
+    module.capacity_factor = capacity_factor
     module.num_experts = all_experts // ep.size

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from parallax.plugins.expert.plans import find_experts
+from parallax.plugins.expert.routing import within_capacity
 from parallax.strategies.mesh import Mesh
 
 
@@ -82,7 +83,9 @@ def _counting(row: Tensor, experts: int) -> Any:
         recomputing = torch._C._current_graph_task_id() != -1
         if not torch.is_grad_enabled() or recomputing:
             return
-        hidden, choices, *_ = (*args, *kwargs.values())
+        hidden, choices, weights, *_ = (*args, *kwargs.values())
+        if (factor := getattr(module, "capacity_factor", None)) is not None:
+            choices = within_capacity(choices, weights, experts, factor)
         choices = choices.detach().reshape(-1)
         counted = choices < experts
         row.scatter_add_(0, torch.where(counted, choices, len(row) - 2), torch.ones_like(choices))

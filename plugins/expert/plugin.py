@@ -33,15 +33,25 @@ class ExpertParallel(ParallelPlugin):
         plan: `ep_plan` relative to the root module. Goes before plans the model carries.
         balance: over which tokens a model's auxiliary loss balances its experts: "microbatch", those of one
             micro-batch on one data rank, or "global", those of one micro-batch on all of them.
+        capacity_factor: choices an expert takes of one rank's micro-batch, over the mean; those beyond, the lowest
+            weights first, go to no expert. None takes all: nothing is dropped.
     """
 
     name = "expert"
     axis = "ep"
-    also = ("tp", "cp", "dp")  # tp cuts inside experts; over the others the auxiliary loss may be computed
+    also = ("tp", "cp", "dp", "pp")  # tp cuts inside experts; the options count at every layout
 
-    def __init__(self, plan: Mapping[str, str] | None = None, balance: str = "microbatch") -> None:
+    def __init__(
+        self,
+        plan: Mapping[str, str] | None = None,
+        balance: str = "microbatch",
+        capacity_factor: float | None = None,
+    ) -> None:
         if balance not in BALANCED_OVER:
             raise ValueError(f"expert_balance must be one of {', '.join(BALANCED_OVER)}; got {balance!r}")
+        if capacity_factor is not None and not capacity_factor > 0:
+            raise ValueError(f"expert_capacity_factor must be above 0, or None to drop nothing; got {capacity_factor}")
+        self._capacity_factor = capacity_factor
         self._plan, self._balanced_over = dict(plan or {}), BALANCED_OVER[balance]
         self._balanced: AxisComm | None = None
         self._detach: Callable[[], None] | None = None
@@ -55,7 +65,9 @@ class ExpertParallel(ParallelPlugin):
             ValueError: with the number and what would do.
         """
         ep, tp = layout.expert_parallel_size, layout.tensor_parallel_size
-        targets = find_experts(model, self._plan) if ep > 1 or tp > 1 else []
+        targets = self._targets(model, layout)
+        if self._capacity_factor is not None and not targets:
+            raise ValueError(f"expert_capacity_factor is set, but the model has no plan for its experts; {HOW_TO}")
         if ep > 1 and not any(t.grouped for t in targets):
             old = next(old_style(model), None)
             why = f"; {old!r} is a list of modules: keep the experts' weights in one tensor each" if old else ""
@@ -71,7 +83,7 @@ class ExpertParallel(ParallelPlugin):
 
     def apply(self, model: nn.Module, *, mesh: Mesh, layout: Layout) -> None:
         ep, tp = mesh["ep"], mesh["tp"]
-        targets = find_experts(model, self._plan) if ep.size > 1 or tp.size > 1 else []
+        targets = self._targets(model, layout)
         for target in targets:
             for name, shard in _cuts(target, (ep.size, ep.index), (tp.size, tp.index)).items():
                 param = target.module.get_parameter(name)
@@ -80,10 +92,16 @@ class ExpertParallel(ParallelPlugin):
                 setattr(target.module, name, local)
                 self._shards[f"{target.fqn}.{name}"] = shard
             cut_inside = bool(target.tensor) and tp.size > 1
-            if cut_inside or ep.size > 1:
-                become_experts(target.module, ep, tp if cut_inside else None, target.num_experts)
+            if cut_inside or ep.size > 1 or self._capacity_factor is not None:
+                cut = tp if cut_inside else None
+                become_experts(target.module, ep, cut, target.num_experts, self._capacity_factor)
         self._report = _describe(targets, ep, tp)
         self._balanced = mesh[self._balanced_over]
+
+    def _targets(self, model: nn.Module, layout: Layout) -> list[ExpertsTarget]:
+        """Experts modules that something is done to."""
+        touched = max(layout.expert_parallel_size, layout.tensor_parallel_size) > 1
+        return find_experts(model, self._plan) if touched or self._capacity_factor is not None else []
 
     def finish(self, model: nn.Module) -> None:
         assert self._balanced is not None
@@ -146,7 +164,7 @@ def _inner(fqn: str, shape: tuple[int, ...], word: str, size: int, index: int) -
 
 
 def _describe(targets: list[ExpertsTarget], ep: AxisComm, tp: AxisComm) -> dict[str, str]:
-    if not targets:
+    if not targets or ep.size == tp.size == 1:
         return {}
     counts = sorted({t.num_experts for t in targets})
     inside = f", each cut over tp{tp.size}" if tp.size > 1 and any(t.tensor for t in targets) else ""

@@ -7,6 +7,7 @@ need. It is not: the movement of activations (`functions.py`) or the router, whi
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 
 import torch
 from torch import Tensor
@@ -65,6 +66,23 @@ class Route:
     splits: Splits
     experts: Tensor
     load: Tensor
+
+
+def within_capacity(choices: Tensor, weights: Tensor, num_experts: int, factor: float) -> Tensor:
+    """`choices` [tokens, k] with `num_experts` (no expert) where an expert is chosen by more than its capacity.
+
+    The capacity is ceil(factor * tokens * k / experts) of the tokens on this rank (Lepikhin et al. 2020, "GShard",
+    section 3.2). An expert keeps those that weigh it highest, of equals the first. Nothing waits for the device.
+    """
+    flat = choices.reshape(-1)
+    capacity = ceil(factor * flat.numel() / num_experts)
+    by_weight = torch.argsort(weights.detach().reshape(-1), descending=True, stable=True)
+    order = by_weight[torch.argsort(flat[by_weight], stable=True)]  # by expert, then by weight
+    queued = flat[order]
+    place = torch.arange(len(flat), device=flat.device) - torch.searchsorted(queued, queued)
+    kept = flat.clone()
+    kept[order] = torch.where(place < capacity, queued, num_experts)
+    return kept.view_as(choices)
 
 
 def route(choices: Tensor, num_experts: int, comm: AxisComm) -> Route:

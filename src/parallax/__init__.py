@@ -13,6 +13,7 @@ from typing import Any
 
 from lightning.pytorch.strategies import StrategyRegistry
 
+from parallax.plugins.expert.callbacks import ExpertBiasBalance, ExpertLoad
 from parallax.plugins.launch import prepare_process
 from parallax.strategies.layout import Layout
 from parallax.strategies.mesh import Mesh
@@ -30,6 +31,7 @@ __all__ = [
     "TrafficLogger",
     "register_strategies",
 ]
+__all__ = ["ExpertBiasBalance", "ExpertLoad", "Layout", "Mesh", "ParallaxStrategy", "register_strategies"]
 
 STRATEGY_NAMES = ("parallax_4d", "parallax")
 

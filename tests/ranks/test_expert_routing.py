@@ -6,6 +6,7 @@ outputs and every gradient, in fp64. The bytes on the wire are counted against t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -24,11 +25,24 @@ HERE = EXPERTS // RANKS
 
 
 class Case(NamedTuple):
-    """For each rank its tokens [t, h], their choices [t, k] and the weights of these [t, k]."""
+    """For each rank its tokens [t, h], their choices [t, k] and the weights of these [t, k]; a capacity factor."""
 
     hidden: list[Tensor]
     choices: list[Tensor]
     weights: list[Tensor]
+    factor: float | None = None
+
+    def kept(self, rank: int) -> Tensor:
+        """Choices of a rank that are within capacity, counted one by one; the others name no expert."""
+        choices = self.choices[rank].clone()
+        if self.factor is None:
+            return choices
+        room = math.ceil(self.factor * choices.numel() / EXPERTS)
+        for expert in range(EXPERTS):
+            takers = [(-float(self.weights[rank][at]), at) for at in map(tuple, (choices == expert).nonzero().tolist())]
+            for _, at in sorted(takers)[room:]:
+                choices[at] = EXPERTS
+        return choices
 
 
 def some(gen: torch.Generator, tokens: list[int], choose: Any) -> Case:
@@ -65,6 +79,11 @@ def all_cases() -> Iterator[tuple[str, Case]]:
     yield "all masked", some(gen, [3, 3, 3, 3], always(EXPERTS, EXPERTS + 1))
 
 
+    for factor in (0.5, 1.0, 2.0):
+        yield f"capacity {factor}", some(gen, [9, 7, 0, 1], anything)._replace(factor=factor)
+    yield "capacity of equals", some(gen, [6, 6, 6, 6], always(0, 7))._replace(factor=1.0)
+
+
 def whole_experts() -> PlainExperts:
     torch.manual_seed(1)
     return PlainExperts(HIDDEN, WIDTH, EXPERTS).double()
@@ -89,7 +108,7 @@ def parallel(rank: int, world: int) -> dict[str, Any]:
         experts: Any = whole_experts()
         for param in experts.parameters():
             param.data = param.data[rank * HERE : (rank + 1) * HERE].clone()
-        become_experts(experts, comm, None, EXPERTS)
+        become_experts(experts, comm, None, EXPERTS, case.factor)
         outcome = run(experts, case.hidden[rank], case.choices[rank], case.weights[rank], ledger)
         with torch.no_grad():
             evaluated = experts(case.hidden[rank], case.choices[rank], case.weights[rank])
@@ -109,7 +128,7 @@ CASES = dict(all_cases())
 def test_equals_a_loop_over_all_experts(name: str, ranks: Any) -> None:
     case, experts = CASES[name], whole_experts()
     for rank in range(RANKS):
-        want = run(experts, case.hidden[rank], case.choices[rank], case.weights[rank], Ledger())
+        want = run(experts, case.hidden[rank], case.kept(rank), case.weights[rank], Ledger())
         got, _, evaluated, _ = ranks[rank][name]
         for mine, right in zip((*got, evaluated), (*want, want[0]), strict=True):
             torch.testing.assert_close(mine, right, rtol=1e-9, atol=1e-12)
@@ -123,9 +142,10 @@ def test_equals_a_loop_over_all_experts(name: str, ranks: Any) -> None:
 def test_bytes_are_those_of_the_rows_that_travel(name: str, ranks: Any) -> None:
     """Each way one exchange of the chosen rows there and one back; forward E counts, as one message."""
     case = CASES[name]
-    sent = [int((choices < EXPERTS).sum()) for choices in case.choices]
+    kept = [case.kept(rank) for rank in range(RANKS)]
+    sent = [int((choices < EXPERTS).sum()) for choices in kept]
     for rank in range(RANKS):
-        here = [int(((c >= rank * HERE) & (c < (rank + 1) * HERE)).sum()) for c in case.choices]
+        here = [int(((c >= rank * HERE) & (c < (rank + 1) * HERE)).sum()) for c in kept]
         rows = (sent[rank] + sum(here)) * HIDDEN * FP64
         counts = ranks[rank][name][3]
         assert counts["ep", "all_to_all", "forward"] == Traffic(3, rows + EXPERTS * INT64)

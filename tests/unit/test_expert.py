@@ -1,0 +1,100 @@
+"""What expert parallelism refuses, with the numbers that would do; how parameters are cut; the capacity rule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from parallax.plugins.expert import ExpertParallel
+from parallax.plugins.expert.plans import find_experts
+from parallax.plugins.expert.plugin import _cuts
+from parallax.plugins.expert.routing import within_capacity
+from parallax.strategies.assemble import make_plugins
+from parallax.strategies.layout import Layout
+from tests.parity.models import Plain
+from tests.parity.moe_models import PlainMoe, mixtral, qwen3_moe
+
+
+def check(layout: str, model: nn.Module, world: int = 48, **options: Any) -> None:
+    ExpertParallel(**options).check(Layout.parse(layout).resolve(world), model)
+
+
+@pytest.mark.parametrize(("size", "valid"), [(8, "1, 2, 4"), (3, "1, 2, 4")])
+def test_experts_that_ranks_do_not_divide(size: int, valid: str) -> None:
+    with pytest.raises(ValueError, match=rf"4 experts.*expert_parallel_size={size}.*use one of {valid}$"):
+        check(f"ep{size}", PlainMoe())
+
+
+def test_every_layer_counts() -> None:
+    model = PlainMoe()
+    odd: Any = model.layers[2]
+    odd.experts = type(odd.experts)(32, 24, 6)
+    with pytest.raises(ValueError, match=r"layers\.2\.experts has 6 experts"):
+        check("ep4", model)
+
+
+def test_a_dense_model() -> None:
+    with pytest.raises(ValueError, match="no plan for its experts; give it one"):
+        check("ep2", Plain())
+
+
+def test_experts_in_a_list_of_modules() -> None:
+    model = nn.Module()
+    model.experts = nn.ModuleList(nn.Linear(2, 2) for _ in range(4))
+    with pytest.raises(ValueError, match="'experts' is a list of modules"):
+        check("ep2", model)
+
+
+def test_a_width_that_tp_does_not_divide() -> None:
+    with pytest.raises(ValueError, match="tensor_parallel_size=16 does not divide the experts' width 24"):
+        check("tp16 ep2", PlainMoe(), world=32)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"balance": "all"}, "microbatch, global"), ({"capacity_factor": 0}, "above 0"), ({"capacity_factor": -1}, "-1")],
+)
+def test_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ExpertParallel(**options)
+
+
+def test_capacity_without_experts() -> None:
+    with pytest.raises(ValueError, match="expert_capacity_factor is set, but the model has no plan"):
+        check("dp2", Plain(), world=2, capacity_factor=1.0)
+
+
+def test_options_that_nothing_reads() -> None:
+    with pytest.raises(ValueError, match="expert_capacity_factor is set"):
+        make_plugins(Layout.parse("auto").resolve(1), {"ep": {"plan": None, "capacity_factor": 1.0}})
+
+
+def test_first_layers_dense() -> None:
+    found = [target.fqn for target in find_experts(qwen3_moe(dense=2))]
+    assert found == ["model.layers.2.mlp.experts", "model.layers.3.mlp.experts"]
+
+
+@pytest.mark.parametrize("model", [PlainMoe, mixtral])
+def test_parts_of_all_ranks_are_the_whole(model: Any) -> None:
+    """Every element is held once by the ranks of ep x tp, and counted once in the norm."""
+    target = find_experts(model())[0]
+    for name, param in target.module.named_parameters():
+        whole, owned = torch.zeros_like(param), 0
+        for ep in range(2):
+            for tp in range(2):
+                shard = _cuts(target, (2, ep), (2, tp))[name]
+                part = shard.take(param.detach())
+                shard.put(whole, part)
+                owned += part.numel() if shard.owner else 0
+        assert torch.equal(whole, param) and owned == param.numel()
+
+
+def test_capacity_keeps_the_highest_weights() -> None:
+    choices = torch.tensor([[0, 1], [0, 2], [0, 1], [0, 3]])
+    weights = torch.tensor([[0.5, 0.1], [0.7, 0.1], [0.5, 0.1], [0.9, 0.1]])
+    kept = within_capacity(choices, weights, 4, 1.0)  # 4 tokens * 2 choices / 4 experts = 2 each
+    assert kept.tolist() == [[4, 1], [0, 2], [4, 1], [0, 3]]
+    assert torch.equal(within_capacity(choices, weights, 4, 2.0), choices)
