@@ -43,7 +43,7 @@ def load_pretrained(
     }
     shards = {fqn: shard_of(fqn) for fqn in tensors}
     shapes = {fqn: shard.shape if shard else tuple(tensors[fqn].shape) for fqn, shard in shards.items()}
-    names, missing_allowed = stored_names(module, files.keys(), tensors)
+    names, missing_allowed = stored_names(module, files, tensors)
     made: dict[int, Tensor] = {}
     chosen = match(files, names, tensors, shapes=shapes, missing_allowed=missing_allowed, strict=strict)
     for fqn, key in chosen.items():

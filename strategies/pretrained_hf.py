@@ -10,7 +10,7 @@ import copy
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -149,7 +149,7 @@ def _record(model: Any, files: WeightFiles, recording: Recording) -> None:
     tensors: dict[str, Tensor] = {
         fqn: value for fqn, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)
     }
-    names, missing_allowed = stored_names(model, files.keys(), tensors)
+    names, missing_allowed = stored_names(model, files, tensors)
     shapes = {fqn: tuple(tensor.shape) for fqn, tensor in tensors.items()}
     for fqn, key in match(files, names, tensors, shapes=shapes, missing_allowed=missing_allowed).items():
         if tensors[fqn].is_meta:
@@ -160,21 +160,23 @@ def _record(model: Any, files: WeightFiles, recording: Recording) -> None:
 
 
 def stored_names(
-    module: nn.Module, keys: Sequence[str], tensors: Mapping[str, Tensor]
+    module: nn.Module, files: WeightFiles, tensors: Mapping[str, Tensor]
 ) -> tuple[dict[str, str], frozenset[str]]:
     """(key -> FQN for the stored keys that are wanted, FQNs that may be missing).
 
     For a `transformers` model these are its own rules: renamed keys, `base_model_prefix` added or taken off, keys it
-    ignores, and for a body the keys of the head it was stored with. For any other module, keys are FQNs.
+    ignores, and for a body the keys of the head it was stored with. Experts that are stored one by one become one key
+    of `files` for each tensor of the model. For any other module, keys are FQNs.
 
     Raises:
-        ValueError: the model converts weights on load (fuses, splits, transposes), which slices cannot.
+        ValueError: the model converts weights on load in another way (splits, transposes), which slices cannot.
     """
+    keys = files.keys()
     modeling = sys.modules.get("transformers.modeling_utils")
     if modeling is None or not isinstance(module, modeling.PreTrainedModel):
         return {key: key for key in keys}, frozenset()
     model: Any = module
-    names = _renamed(model, keys, tensors)
+    names = _renamed(model, files, tensors)
     prefix = f"{model.base_model_prefix}."
     with_head = not hasattr(model, model.base_model_prefix) and any(key.startswith(prefix) for key in keys)
     head = sorted(k for k, fqn in names.items() if with_head and fqn not in tensors and not k.startswith(prefix))
@@ -187,7 +189,7 @@ def stored_names(
     return {k: fqn for k, fqn in names.items() if k not in unwanted and k not in head}, allowed
 
 
-def _renamed(model: Any, keys: Sequence[str], tensors: Mapping[str, Tensor]) -> dict[str, str]:
+def _renamed(model: Any, files: WeightFiles, tensors: Mapping[str, Tensor]) -> dict[str, str]:
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
@@ -196,14 +198,34 @@ def _renamed(model: Any, keys: Sequence[str], tensors: Mapping[str, Tensor]) -> 
     converters = [t for t in transforms if isinstance(t, WeightConverter)]
     prefix = model.base_model_prefix
     names: dict[str, str] = {}
-    for key in sorted(keys, key=dot_natural_key):  # some renamings look at the keys in this order
-        fqn, converter = rename_source_key(key, renamings, converters, prefix, tensors)
+    pieces: dict[str, dict[str, list[str]]] = {}
+    for key in sorted(files.keys(), key=dot_natural_key):  # some renamings look at the keys in this order
+        fqn, pattern = rename_source_key(key, renamings, converters, prefix, tensors)
         if fqn not in tensors and key in tensors:
-            fqn, converter = rename_source_key(key, [], [], prefix, tensors)
-        if converter is not None:
+            fqn, pattern = rename_source_key(key, [], [], prefix, tensors)
+        if pattern is None:
+            names[key] = fqn
+            continue
+        converter = next(c for c in converters if pattern in c.source_patterns)
+        if not _stacks(converter):
             raise ValueError(
-                f"{type(model).__name__} converts stored weights when it loads them ({key} by the rule {converter!r}), "
+                f"{type(model).__name__} converts stored weights when it loads them ({key} by the rule {pattern!r}), "
                 "which cannot be done on slices; call from_pretrained in `__init__`, where weights are real"
             )
-        names[key] = fqn
+        found = pieces.setdefault(fqn, {each: [] for each in converter.source_patterns})
+        found[pattern].append(key)
+    for fqn, blocks in pieces.items():
+        counts = {pattern: len(keys) for pattern, keys in blocks.items()}
+        if len(set(counts.values())) != 1:
+            raise ValueError(f"{fqn} is stored expert by expert, but with unequal numbers of pieces: {counts}")
+        files.fuse(fqn, list(zip(*blocks.values(), strict=True)))
+        names[fqn] = fqn
     return names
+
+
+def _stacks(converter: Any) -> bool:
+    """Whether a rule of transformers puts experts on top of each other, and the blocks of each after one another."""
+    steps = [(type(step).__name__, getattr(step, "dim", None)) for step in converter.operations]
+    several = len(converter.source_patterns) > 1
+    wanted = [("MergeModulelist", 0), *([("Concatenate", 1)] if several else [])]
+    return len(converter.target_patterns) == 1 and steps == wanted

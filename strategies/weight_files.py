@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,9 @@ from parallax.plugins.base import ParamShard
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+
+Fused = Sequence[Sequence[str]]
+"""Keys of a tensor that is stored in pieces: for each entry of its dim 0 the blocks that follow each other on dim 1."""
 
 
 class WeightFiles:
@@ -35,6 +38,7 @@ class WeightFiles:
         self.folder = local_folder(folder)
         self.bytes_read = 0
         self._open: dict[Path, Any] = {}
+        self._fused: dict[str, Fused] = {}
         self._file_of = self._index()
 
     def _index(self) -> dict[str, Path]:
@@ -66,13 +70,22 @@ class WeightFiles:
     def keys(self) -> list[str]:
         return sorted(self._file_of)
 
+    def fuse(self, name: str, parts: Fused) -> None:
+        """From now on `name` is one more key, made of stored ones."""
+        self._fused[name] = parts
+
     def _slice(self, key: str) -> Any:
         return self._file(self._file_of[key]).get_slice(key)
 
     def shape(self, key: str) -> tuple[int, ...]:
+        if (parts := self._fused.get(key)) is not None:
+            shapes = [self.shape(block) for block in parts[0]]
+            return len(parts), sum(shape[0] for shape in shapes), *shapes[0][1:]
         return tuple(self._slice(key).get_shape())
 
     def dtype(self, key: str) -> torch.dtype:
+        if (parts := self._fused.get(key)) is not None:
+            return self.dtype(parts[0][0])
         shape = self.shape(key)
         empty: Tensor = self._slice(key)[0:0] if shape else self._slice(key)[...]
         return empty.dtype
@@ -86,8 +99,12 @@ class WeightFiles:
         shape = self.shape(key)
         if shard is not None and shard.shape != shape:
             raise ValueError(f"{key} in {self.folder} has shape {shape}, the model expects {shard.shape}")
+        if key in self._fused:
+            return self._read_fused(self._fused[key], shard)
         if shard is None or shard.dim is None:
             return self._count(self._slice(key)[...])
+        if shard.inner is not None:
+            return shard.inner.take(self.read(key, replace(shard, inner=None)))
         before = (slice(None),) * shard.dim
         parts = [self._count(self._slice(key)[(*before, slice(start, stop))]) for start, stop in shard.ranges]
         if shard.pad:
@@ -95,6 +112,17 @@ class WeightFiles:
             padding[shard.dim] = shard.pad
             parts.append(torch.zeros(padding, dtype=parts[0].dtype if parts else self.dtype(key)))
         return torch.cat(parts, dim=shard.dim) if len(parts) > 1 else parts[0]
+
+    def _read_fused(self, parts: Fused, shard: ParamShard | None) -> Tensor:
+        """Only the entries of `parts` that the shard holds are read, one at a time."""
+        outer = shard is not None and shard.dim == 0
+        mine = [parts[i] for lo, hi in shard.ranges for i in range(lo, hi)] if shard is not None and outer else parts
+        inner = shard if shard is None or not outer else shard.inner
+        entries = []
+        for blocks in mine:
+            entry = torch.cat([self.read(block) for block in blocks]).unsqueeze(0)
+            entries.append(entry if inner is None else replace(inner, shape=tuple(entry.shape)).take(entry))
+        return torch.cat(entries)
 
     def _count(self, part: Tensor) -> Tensor:
         self.bytes_read += part.numel() * part.element_size()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,15 +56,17 @@ def train(rank: int, world: int, picture: str) -> dict[str, Any]:
     return out
 
 
+def add_choices(count: Tensor, module: Any, args: Any, out: tuple[Tensor, ...]) -> None:
+    count += torch.bincount(out[2].flatten(), minlength=EXPERTS)
+
+
 def train_alone() -> tuple[list[list[Tensor]], list[list[Tensor]]]:
     """Loads of each layer and biases after each step, by the rule of the paper."""
     model: Any = build(MODEL, torch.float64)
     routers = [model.model.layers[i].mlp.gate for i in (2, 3)]
     counts = [torch.zeros(EXPERTS) for _ in routers]
     for count, router in zip(counts, routers, strict=True):
-        router.register_forward_hook(
-            lambda module, args, out, count=count: count.add_(torch.bincount(out[2].flatten(), minlength=EXPERTS))
-        )
+        router.register_forward_hook(partial(add_choices, count))
     optimizer = reference.optimizer(model.parameters(), torch.float64)
     loads, biases = [], []
     for batch in samples(MODEL):

@@ -29,6 +29,7 @@ from parallax.plugins.base import ParamShard
 from parallax.strategies.deferred import deferred_init
 from parallax.strategies.materialize import materialize
 from parallax.strategies.pretrained import load_pretrained
+from parallax.strategies.pretrained_hf import _stacks
 from parallax.strategies.recording import Recording
 from parallax.strategies.weight_files import StoredWeight, WeightFiles
 
@@ -271,11 +272,71 @@ def test_other_formats_are_refused(tmp_path: Path, llama: Path) -> None:
         LlamaForCausalLM.from_pretrained(tmp_path)
 
 
-def test_models_that_convert_weights_are_refused(tmp_path: Path) -> None:
-    """Mixtral fuses the stored experts into one tensor when it loads."""
-    saved(MixtralForCausalLM(MixtralConfig(**SMALL, num_local_experts=2)), tmp_path)
-    with pytest.raises(ValueError, match=r"MixtralForCausalLM converts stored weights.*experts"), deferred_init():
+MOE = MixtralConfig(**{**SMALL, "num_hidden_layers": 1}, num_local_experts=4, experts_implementation="eager")
+
+
+def test_experts_that_are_stored_one_by_one(tmp_path: Path) -> None:
+    """transformers writes each expert's matrices by themselves, and stacks them when it loads."""
+    saved(MixtralForCausalLM(MOE), tmp_path)
+    keys = WeightFiles(tmp_path).keys()
+    assert any(".experts.0.w1" in key or ".experts.0.gate_proj" in key for key in keys)
+    model, recording = build(lambda: MixtralForCausalLM.from_pretrained(tmp_path, experts_implementation="eager"))
+    materialize(model, recording, shard_of=lambda fqn: None, seed=0, device="cpu")
+    want = MixtralForCausalLM.from_pretrained(tmp_path, experts_implementation="eager")
+    assert {n: t.shape for n, t in model.state_dict().items()} == {n: t.shape for n, t in want.state_dict().items()}
+    assert all(torch.equal(t, model.state_dict()[n]) for n, t in want.state_dict().items())
+    assert torch.equal(model(IDS).logits, want.eval()(IDS).logits)
+
+
+@pytest.mark.parametrize("stored", ["one by one", "in one tensor"])
+def test_a_rank_reads_its_own_experts_only(tmp_path: Path, stored: str) -> None:
+    """Experts 2 and 3 of 4, cut inside over two ranks as well."""
+    model = MixtralForCausalLM(MOE)
+    if stored == "one by one":
+        saved(model, tmp_path)
+    else:
+        torch.manual_seed(3)
+        save_file({n: torch.randn_like(t) for n, t in model.state_dict().items()}, tmp_path / "model.safetensors")
+    whole = MixtralForCausalLM(MOE)
+    load_pretrained(whole, tmp_path)
+    experts = "model.layers.0.mlp.experts"
+    inner = {
+        f"{experts}.gate_up_proj": ParamShard((2, 96, 32), 1, ((0, 24), (48, 72))),
+        f"{experts}.down_proj": ParamShard((2, 32, 48), 2, ((24, 48),)),
+    }
+    state = whole.state_dict()
+    shards = {n: ParamShard(tuple(state[n].shape), 0, ((2, 4),), axis="ep", inner=cut) for n, cut in inner.items()}
+    part = MixtralForCausalLM(MOE)
+    for name in shards:
+        local = nn.Parameter(torch.zeros(shards[name].local_shape))
+        setattr(part.get_submodule(experts), name.rpartition(".")[2], local)
+    read = load_pretrained(part, tmp_path, shards.get)
+    for name, tensor in part.state_dict().items():
+        assert torch.equal(tensor, shards[name].take(state[name]) if name in shards else state[name])
+    everything = 4 * sum(t.numel() for t in state.values())
+    assert read == everything - 4 * sum(state[n].numel() for n in shards) // 2
+
+
+def test_experts_of_which_pieces_are_missing(tmp_path: Path) -> None:
+    saved(MixtralForCausalLM(MOE), tmp_path)
+    file = tmp_path / "model.safetensors"
+    stored = load_file(file)
+    del stored[next(key for key in stored if ".experts.2." in key and ("w1" in key or "gate_proj" in key))]
+    save_file(stored, file)
+    with pytest.raises(ValueError, match="unequal numbers of pieces"), deferred_init():
         MixtralForCausalLM.from_pretrained(tmp_path)
+
+
+def test_rules_that_do_more_than_stack_are_not_taken_for_it() -> None:
+    from transformers.core_model_loading import Concatenate, MergeModulelist, Transpose, WeightConverter
+
+    one, two = ".experts.*.w1.weight", ".experts.*.w3.weight"
+    target = ".experts.gate_up_proj"
+    assert _stacks(WeightConverter([one, two], target, [MergeModulelist(dim=0), Concatenate(dim=1)]))
+    assert _stacks(WeightConverter(one, target, [MergeModulelist(dim=0)]))
+    assert not _stacks(WeightConverter([one, two], target, [MergeModulelist(dim=0), Concatenate(dim=2)]))
+    assert not _stacks(WeightConverter(one, target, [MergeModulelist(dim=0), Transpose(1, 2)]))
+    assert not _stacks(WeightConverter([one, two], target, [Concatenate(dim=0)]))
 
 
 @pytest.fixture
