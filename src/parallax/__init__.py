@@ -23,6 +23,8 @@ from parallax.strategies.strategy import ParallaxStrategy
 
 __version__ = "0.1.0"
 __all__ = [
+    "ExpertBiasBalance",
+    "ExpertLoad",
     "Layout",
     "Mesh",
     "ParallaxStrategy",
@@ -31,7 +33,6 @@ __all__ = [
     "TrafficLogger",
     "register_strategies",
 ]
-__all__ = ["ExpertBiasBalance", "ExpertLoad", "Layout", "Mesh", "ParallaxStrategy", "register_strategies"]
 
 STRATEGY_NAMES = ("parallax_4d", "parallax")
 
