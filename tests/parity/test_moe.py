@@ -76,7 +76,7 @@ def references() -> Any:
 
 
 @pytest.mark.limit(1000)
-@pytest.mark.parametrize(("world", "case"), params())
+@pytest.mark.parametrize(("world", "case"), list(params()))
 def test_equals_one_process(world: int, case: tuple[str, str], runs: Any, references: Any) -> None:
     want = references(case[0])
     assert want.norms[0] > reference.CLIP, "clipping must be active for the test to mean anything"
