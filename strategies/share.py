@@ -2,7 +2,7 @@
 
 It is: the trip of a tree (logs, losses, outputs of the user's step) from the last pipeline stage to every rank of its
 pipeline. Its form (structure, shapes, whatever is no tensor) travels once and is remembered on both sides; after that
-the numbers in it travel together as one tensor, and larger tensors as they are. It is not: aware of what the tree means.
+the numbers in it travel together as one tensor, and larger tensors as they are. It is not: aware of its meaning.
 """
 
 from __future__ import annotations

@@ -56,7 +56,11 @@ class StageState:
     """
 
     def __init__(
-        self, chunks: Mapping[int, tuple[int, int]], num_layers: int, layers: str = "layers", carries: Sequence[str] = ()
+        self,
+        chunks: Mapping[int, tuple[int, int]],
+        num_layers: int,
+        layers: str = "layers",
+        carries: Sequence[str] = (),
     ) -> None:
         self._ranges = {
             stage: (lo or -1, hi if hi < num_layers else num_layers + 1) for stage, (lo, hi) in chunks.items()
@@ -221,7 +225,7 @@ class ForeignBefore(Foreign):
 class ForeignEmbedding(ForeignBefore):
     """An embedding. The first to run is the tokens': the received activation has its shape, dtype and device.
 
-    Where only a part of the tokens was received (sequence parallelism), something of the shape of all of them. A further
+    Where only a part of the tokens was received (sequence parallelism), something shaped as all of them. A further
     embedding (positions) is added to the first: a zero that broadcasts.
     """
 
@@ -246,16 +250,16 @@ class ForeignCarried(Foreign):
         self.state.hidden()  # refuses a call outside a step
         if self.fqn not in self.state.carried:
             raise ValueError(
-                f"{self.fqn!r} is to be sent along the pipeline (pp_plan), but it has not run on the first stage before "
-                f"its last layer; it must be called before the layers, or be left out of pp_plan"
+                f"{self.fqn!r} is to be sent along the pipeline (pp_plan), but it has not run on the first stage "
+                f"before its last layer; it must be called before the layers, or be left out of pp_plan"
             )
         outputs = self.state.carried[self.fqn]
         at = self.state.replayed.get(self.fqn, 0)
         self.state.replayed[self.fqn] = at + 1
         if at >= len(outputs):
             raise ValueError(
-                f"{self.fqn!r} runs more often on this pipeline stage than on the first ({len(outputs)} times); a module "
-                f"whose output is sent along must run before the layers only"
+                f"{self.fqn!r} runs more often on this pipeline stage than on the first ({len(outputs)} times); a "
+                f"module whose output is sent along must run before the layers only"
             )
         return outputs[at]
 

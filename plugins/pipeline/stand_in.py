@@ -1,9 +1,9 @@
 """Finds arguments of layers that cannot be right on a later stage, before they train anything.
 
-It is: a tensor type that remembers that its values are made up. On a later stage a module that runs before the layers is
-a stub; what it returns has the right shape, dtype and device, which is all that masks and position tables read, but not
-the right values. Whatever is computed from those values is a `StandIn` too; a real layer that is given one is refused.
-It is not: on in every step; the first micro-batch of a stage, with and without autograd, is looked at.
+It is: a tensor type that remembers that its values are made up. On a later stage a module that runs before the layers
+is a stub; what it returns has the right shape, dtype and device, which is all that masks and position tables read,
+but not the right values. Whatever is computed from those values is a `StandIn` too; a real layer that is given one is
+refused. It is not: on in every step; the first micro-batch of a stage, with and without autograd, is looked at.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def refuse(layer: nn.Module, fqn: str, args: Any, kwargs: Any, sources: Sequence
         return
     name = wrong[0]
     if name.isdigit():
-        names = [n for n in inspect.signature(layer.forward).parameters]
+        names = list(inspect.signature(layer.forward).parameters)
         name = names[int(name)] if int(name) < len(names) else f"number {name}"
     raise ValueError(
         f"layer {fqn!r} takes the argument {name!r}, which is computed from the output of a module before the layers "

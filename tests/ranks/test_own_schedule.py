@@ -1,5 +1,4 @@
-"""A user's own schedule, as a function, as "module:function" and as a file, trains as one process does; what ran when is
-recorded."""
+"""A user's own schedule, as a function, "module:function" or a file, trains as one process; what ran when is kept."""
 
 from __future__ import annotations
 
