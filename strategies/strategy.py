@@ -25,6 +25,7 @@ from parallax.plugins.launch import same_on_every_rank
 from parallax.plugins.launch.order import OrderOptions
 from parallax.plugins.pipeline import PipelineParallel
 from parallax.plugins.pipeline.catalog import Schedule, find_schedule, name_of
+from parallax.plugins.pipeline.partition import Asked
 from parallax.strategies import callbacks, checkpoint, refusals
 from parallax.strategies.announce import announce, summarize_sharded
 from parallax.strategies.assemble import assemble, averaged_lookup, make_plugins, owned_lookup, shard_lookup
@@ -50,6 +51,9 @@ class ParallaxStrategy(ProcessStrategy):
         expert_capacity_factor: choices an expert takes of one rank's micro-batch, over the mean; those beyond are
             dropped. None drops nothing.
         cp_plan: entries of a batch that have tokens, and at which dim; None reads the model's, else the batch's shapes.
+        pp_partition: which layers go to which pipeline stage: "cost" (the default: the dearest stage as cheap as can
+            be, by estimated cost), "parameters", "uniform", costs by module name as `measure_layer_costs` gives them
+            (or a .json file of them), the number of layers of each stage, or names of layers (docs/pipeline.md).
         schedule: the pipeline schedule, as in a layout: a name, the path of a .csv file, "module:function"; or the
             function itself, `(num_ranks, num_microbatches, stages_per_rank) -> lists of actions` (docs/pipeline.md).
         precision: overrides the Trainer's; the only way to get 16-mixed on CPU, where Lightning replaces it.
@@ -78,6 +82,7 @@ class ParallaxStrategy(ProcessStrategy):
         expert_balance: str | None = None,
         expert_capacity_factor: float | None = None,
         cp_plan: Mapping[str, int] | None = None,
+        pp_partition: Asked | None = None,
         schedule: str | Schedule | None = None,
         precision: str | None = None,
         timeout: timedelta = timedelta(minutes=10),
@@ -109,7 +114,7 @@ class ParallaxStrategy(ProcessStrategy):
         )
         self._options: dict[str, dict[str, Any]] = {
             "tp": {"plan": tp_plan},
-            "pp": {"plan": pp_plan, "schedule": schedule if callable(schedule) else None},
+            "pp": {"plan": pp_plan, "schedule": schedule if callable(schedule) else None, "partition": pp_partition},
             "ep": {"plan": ep_plan, "balance": expert_balance, "capacity_factor": expert_capacity_factor},
             "cp": {"plan": cp_plan},
         }

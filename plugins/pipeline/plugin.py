@@ -14,7 +14,7 @@ from torch import nn
 from parallax.plugins.base import ParallelPlugin, ParamShard
 from parallax.plugins.pipeline.actions import placement, splits_backward
 from parallax.plugins.pipeline.catalog import Schedule, find_schedule, make_lists
-from parallax.plugins.pipeline.partition import split_layers
+from parallax.plugins.pipeline.partition import Asked, make_partition
 from parallax.plugins.pipeline.plans import Structure, find_structure
 from parallax.plugins.pipeline.stage import (
     Foreign,
@@ -38,6 +38,7 @@ class PipelineParallel(ParallelPlugin):
     Args:
         plan: `pp_plan` relative to the root module; None reads the one the model carries.
         schedule: the pipeline schedule; None finds the layout's by its name.
+        partition: which layers go to which stage, see `partition.py`.
 
     Attributes:
         state: what this rank's gates and stubs share, once `apply` has run.
@@ -47,8 +48,10 @@ class PipelineParallel(ParallelPlugin):
     name = "pipeline"
     axis = "pp"
 
-    def __init__(self, plan: Mapping[str, Any] | None = None, schedule: Schedule | None = None) -> None:
-        self._plan, self._schedule = plan, schedule
+    def __init__(
+        self, plan: Mapping[str, Any] | None = None, schedule: Schedule | None = None, partition: Asked = "cost"
+    ) -> None:
+        self._plan, self._schedule, self._asked = plan, schedule, partition
         self.state: StageState | None = None
         self.placement: tuple[int, ...] = ()
         self._places: list[tuple[str, int, Foreign, Foreign]] = []
@@ -70,6 +73,7 @@ class PipelineParallel(ParallelPlugin):
                 f"{structure.num_layers}; use pipeline_parallel_size <= {structure.num_layers // each}"
                 + (" or fewer stages per rank" if each > 1 else "")
             )
+        make_partition(model, structure, stages, self._asked)
         _refuse_shared_layers(model, structure)
 
     def _place(self, layout: Layout) -> None:
@@ -87,9 +91,9 @@ class PipelineParallel(ParallelPlugin):
     def apply(self, model: nn.Module, *, mesh: Mesh, layout: Layout) -> None:
         structure = find_structure(model, self._plan)
         self._place(layout)
-        bounds = split_layers(structure.num_layers, len(self.placement))
-        chunks = {s: bounds[s] for s, rank in enumerate(self.placement) if rank == mesh.index("pp")}
-        first, last = 0 in chunks, len(bounds) - 1 in chunks
+        partition = make_partition(model, structure, len(self.placement), self._asked)
+        chunks = {s: partition.bounds[s] for s, rank in enumerate(self.placement) if rank == mesh.index("pp")}
+        first, last = 0 in chunks, len(self.placement) - 1 in chunks
         self.state = StageState(chunks, structure.num_layers, structure.layers, structure.carried)
         ties = _ties(model, structure)
         befores = _stubs_before(model, structure, self.state)
@@ -107,8 +111,9 @@ class PipelineParallel(ParallelPlugin):
             _demote(model, structure.direct)
         self._keep_ties(model, ties, first=first, last=last)
         held = ", ".join(f"{lo}-{hi - 1}" if hi - lo > 1 else f"{lo}" for lo, hi in chunks.values())
+        shares = " + ".join(f"{partition.shares[stage]:.0%}" for stage in chunks)
         self._summary = {
-            "holds": f"layers {held} of {structure.num_layers}",
+            "holds": f"layers {held} of {structure.num_layers} ({shares} {partition.how})",
             "sends": "forward: the last layer's output of each stage, once per micro-batch; backward: its gradient",
         }
 

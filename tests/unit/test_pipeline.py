@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from parallax.plugins.pipeline.actions import Action
-from parallax.plugins.pipeline.partition import split_layers
 from parallax.plugins.pipeline.plans import find_structure
 from parallax.plugins.pipeline.plugin import PipelineParallel
 from parallax.plugins.pipeline.schedules.basic import gpipe, one_f_one_b
@@ -61,15 +60,6 @@ def acts(text: str, stage: int) -> list[Action]:
 def test_bad_lists_are_refused(lists: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check([acts(text, rank) for rank, text in enumerate(lists)], 1 if "F1" not in lists[0] else 2)
-
-
-def test_layers_are_split_evenly() -> None:
-    for layers in range(1, 20):
-        for stages in range(1, layers + 1):
-            bounds = split_layers(layers, stages)
-            assert [i for lo, hi in bounds for i in range(lo, hi)] == list(range(layers))
-            sizes = [hi - lo for lo, hi in bounds]
-            assert max(sizes) - min(sizes) <= 1 and sizes == sorted(sizes, reverse=True)
 
 
 class Lit(nn.Module):
