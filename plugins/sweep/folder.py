@@ -53,6 +53,10 @@ class SweepFolder:
                 f"its own folder with hydra.sweep.dir=..., or repeat the other's command to go on with it"
             )
 
+    def close(self) -> None:
+        """Give the folder free."""
+        self._lock.close()
+
     def _take(self) -> TextIO:
         lock = (self.path / ".lock").open("a+")
         try:

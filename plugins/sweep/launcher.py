@@ -26,6 +26,7 @@ from parallax.plugins.launch.watchdog import Limits
 from parallax.plugins.sweep.filter import Filter, Point
 from parallax.plugins.sweep.folder import SweepFolder, read_record
 from parallax.plugins.sweep.job import Program, job_command
+from parallax.plugins.sweep.page import write_page
 from parallax.plugins.sweep.places import Places
 from parallax.plugins.sweep.progress import Progress
 from parallax.plugins.sweep.runner import Runner
@@ -60,6 +61,7 @@ class SweepLauncher:
         self._limits = Limits(options.time_limit, options.hang_limit)
         self._progress = Progress(sys.stdout)
         self._composed: dict[tuple[str, ...], DictConfig] = {}
+        self._shown = False
 
     def setup(self, loader: Any, config: DictConfig) -> None:
         """Check the sweep as a whole and take impossible values out of its space, before any sweeper reads it.
@@ -70,7 +72,7 @@ class SweepLauncher:
         self._loader, self._config, self._filter = loader, config, Filter()
         _refuse(config)
         self._program = _program()
-        arguments = list(config.hydra.overrides.task)
+        arguments: Any = OmegaConf.to_container(config.hydra.overrides.task, resolve=False)
         params = OmegaConf.select(config, "hydra.sweeper.params") or {}
         try:
             self._space = space(dict(params), arguments, loader)
@@ -83,39 +85,37 @@ class SweepLauncher:
             raise ValueError("the sweep is empty: every point was dropped (the reasons are above)")
         if kept:
             self._check(kept[0])
+        left = self._space.narrowed([point.overrides for point in kept]) if points else {}
+        others = [text for text in arguments if text.partition("=")[0] not in left]
         with read_write(config), open_dict(config):
-            for key, text in self._space.narrowed([point.overrides for point in kept]).items() if points else ():
-                others = [a for a in config.hydra.overrides.task if a.partition("=")[0] != key]
-                config.hydra.overrides.task = [*others, text]
+            config.hydra.overrides.task = [*others, *left.values()]
         identity = {"script": " ".join(self._program.script), "arguments": arguments}
         self._folder = SweepFolder(Path(config.hydra.sweep.dir), identity)
         places = Places(self._slots(config), self._devices(config), self._options.jobs)
         self._runner = Runner(self._folder, self._program, self._limits, places, self._progress)
+        self._progress.resumed(sum(self._is_done(point) for point in kept), self._folder.path)
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> list[JobReturn]:
         """Run these points, except those that are impossible, repeated, or have a record already."""
         points = [self._point(tuple(overrides)) for overrides in job_overrides]
         wanted: dict[str, tuple[int, Point]] = {}
-        done = set()
         for number, point in enumerate(points, initial_job_idx):
             self._filter.judge(point)
-            if point.layout is None or point.digest in wanted:
-                continue
-            record = read_record(self._folder.job(point))
-            if record is not None and (record["status"] == "ok" or not self._options.retry_failed):
-                done.add(point.digest)
-            else:
-                wanted[point.digest] = (number, point)
-        self._progress.resumed(len(done), self._folder.path)
+            if point.layout is not None and not self._is_done(point):
+                wanted.setdefault(point.digest, (number, point))
         self._runner.run(list(wanted.values()))
-        self._show()
+        if wanted or not self._shown:
+            self._progress.say(f"sweep: results in {write_page(self._folder.path)}")
+            self._shown = True
         return [self._return(point) for point in points]
 
-    def _show(self) -> None:
-        from parallax.plugins.sweep.page import write_page
+    def close(self) -> None:
+        """Give the sweep's folder free; the end of the process does so too."""
+        self._folder.close()
 
-        page = write_page(self._folder.path)
-        self._progress.say(f"sweep: results in {page}" if page else "sweep: no results yet")
+    def _is_done(self, point: Point) -> bool:
+        record = read_record(self._folder.job(point))
+        return record is not None and (record["status"] == "ok" or not self._options.retry_failed)
 
     def _point(self, overrides: tuple[str, ...]) -> Point:
         if overrides not in self._composed:

@@ -6,6 +6,7 @@ work. It is not: what a model allows (`filter.py`) or how fast a layout is.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
@@ -96,4 +97,4 @@ def as_choice(sweep: Any) -> str:
             f"sweep: {conf.ranks} ranks cannot be divided over {', '.join(conf.sizes)} with vary={conf.vary}; add an "
             f"axis to sweep.sizes (of {', '.join(SIZES)}) or values to sweep.vary"
         )
-    return ",".join(f"'{words}'" for words in found)
+    return ",".join(f"'{words}'" if re.search(r"[^\w ]", words) else words for words in found)

@@ -39,6 +39,7 @@ class Progress:
 
     def resumed(self, count: int, folder: Any) -> None:
         """Say that `count` jobs have their records already."""
+        self.done = count
         if count:
             self._say(f"sweep: {count} of them are done already, in {folder}")
 

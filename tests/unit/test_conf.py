@@ -71,6 +71,16 @@ def test_layout_is_what_its_name_says(name: str) -> None:
         Layout.from_any(CONF / "layout" / f"{name}.yaml").resolve(world + 1)
 
 
+def test_a_file_named_like_a_layout_in_words_is_that_layout() -> None:
+    for name in LAYOUTS:
+        try:
+            words = Layout.parse(name)
+        except ValueError:
+            continue
+        world = words.ranks_needed
+        assert Layout.from_any(CONF / "layout" / f"{name}.yaml").resolve(world) == words.resolve(world), name
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layout_fits_the_default_batch_and_model(name: str) -> None:
     layout = Layout.from_any(CONF / "layout" / f"{name}.yaml").resolve(world_in_name(name))
