@@ -38,8 +38,9 @@ def layouts(world: int, sizes: Sequence[str], vary: Mapping[str, Sequence[Any]] 
         if any(size > 1 for axis, size in ranks.items() if axis not in sizes):
             continue
         for values in varied:
+            given: dict[str, Any] = {**{SHORT[axis]: size for axis, size in ranks.items()}, **values}
             try:
-                layout = normal(Layout(**{SHORT[axis]: size for axis, size in ranks.items()}, **values), world)
+                layout = normal(Layout(**given), world)
             except ValueError:
                 continue  # these values do not go with these sizes
             if layout not in seen:

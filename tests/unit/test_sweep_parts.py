@@ -121,7 +121,7 @@ def test_a_folder_belongs_to_one_sweep_and_one_process(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"is being run by process \d+: wait for it, or .*hydra.sweep.dir"):
         SweepFolder(tmp_path / "s", {"script": "a.py", "arguments": ["x=1,2"]})
     first.close()
-    with pytest.raises(ValueError, match=r"holds another sweep \(a.py x=1,2\), this one is a.py x=3: give each its own"):
+    with pytest.raises(ValueError, match=r"holds another sweep \(a.py x=1,2\), this one is a.py x=3: give each"):
         SweepFolder(tmp_path / "s", {"script": "a.py", "arguments": ["x=3"]})
     again = SweepFolder(tmp_path / "s", {"script": "a.py", "arguments": ["x=1,2"]})
     folder = again.job(point("tp2"))
