@@ -66,7 +66,9 @@ def test_layout_is_what_its_name_says(name: str) -> None:
         "dp": layout.data_parallel_size,
         "zero": layout.zero_stage,
     }
+    micro = said.pop("mb", None)
     assert found == {"tp": 1, "pp": 1, "dp": 1, "zero": 0} | said
+    assert micro in (None, layout.num_microbatches)
     with pytest.raises(ValueError, match=f"there are {world + 1}"):
         Layout.from_any(CONF / "layout" / f"{name}.yaml").resolve(world + 1)
 

@@ -129,7 +129,7 @@ def test_model_and_batch_are_checked_without_processes_or_memory() -> None:
     kept = Filter().sift(points)
     assert [p.words for p in kept] == ["tp2 dp4", "tp8"] and kept[1] is points[4]
     expected = [
-        "num_key_value_heads=2 are not divisible by tensor_parallel_size=8; valid sizes for this model: 1, 2",
+        "num_attention_heads=4 is not divisible by tensor_parallel_size=8; valid sizes for this model: 1, 2, 4",
         "has 4; use pipeline_parallel_size <= 4",
         "data.global_batch_size=12 does not divide over dp8 x mb1 = 8; use 8 or 16",
         "needs exactly 16 ranks, there are 8",
