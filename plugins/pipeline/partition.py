@@ -58,7 +58,8 @@ def make_partition(model: nn.Module, structure: Structure, num_stages: int, aske
     if num_stages > structure.num_layers:
         raise ValueError(f"{structure.num_layers} layers cannot fill {num_stages} stages")
     if isinstance(asked, str) and asked.endswith(".json"):
-        asked, how = _read(Path(asked)), f"by the costs in {Path(asked).name}"
+        how = f"by the costs in {Path(asked).name}"
+        asked = _read(Path(asked))
     else:
         how = f"by {asked}" if isinstance(asked, str) else "by given costs" if isinstance(asked, Mapping) else "by hand"
     if isinstance(asked, str) and asked not in RULES:

@@ -111,9 +111,9 @@ def _expand(model: nn.Module, plan: Plan, prefix: str) -> Plan:
 def _own_plan(model: nn.Module) -> Plan:
     """The plan found on the model itself, outermost first."""
     for fqn, module in model.named_modules():
-        if hasattr(module, "config") and hasattr(module, "base_model_prefix"):
+        if hasattr(module, "config") and _has(module, "base_model_prefix"):
             return _hugging_face(model, fqn, module)  # its own `pp_plan` property lists the head first
-        plan = getattr(module, "pp_plan", None)
+        plan = module.pp_plan if _has(module, "pp_plan") else None
         if isinstance(plan, Mapping) and plan:
             return _expand(model, plan, fqn)
     raise ValueError(
@@ -121,6 +121,11 @@ def _own_plan(model: nn.Module) -> Plan:
         f"modules are its layers. Give it one, for example: pp_plan = {{'embed': (['ids'], ['x']), "
         f"'layers': (['x'], ['x']), 'head': (['x'], ['logits'])}}, or use pipeline_parallel_size=1"
     )
+
+
+def _has(module: nn.Module, name: str) -> bool:
+    """Whether `module` itself has it: a wrapper of adapters (peft) answers for the model inside it, too."""
+    return name in vars(module) or hasattr(type(module), name)
 
 
 def _hugging_face(model: nn.Module, fqn: str, hf: Any) -> Plan:

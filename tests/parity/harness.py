@@ -17,7 +17,7 @@ from parallax import ParallaxStrategy
 from parallax.plugins.base import ParamShard
 from parallax.strategies.mesh import coordinates
 from tests.parity import reference
-from tests.parity.models import BATCH, BUILD, build, samples, tokens
+from tests.parity.models import BATCH, BUILD, STEPS, build, samples, tokens
 
 PRECISION = {torch.float64: "64-true", torch.float32: "32-true"}
 
@@ -72,11 +72,13 @@ class Lit(LightningModule):
         return reference.optimizer(self.parameters(), self.width)
 
 
-def loader(name: str, data_size: int = 1, data_index: int = 0) -> DataLoader[Any]:
+def loader(
+    name: str, data_size: int = 1, data_index: int = 0, *, steps: int = STEPS, size: int = BATCH
+) -> DataLoader[Any]:
     """This data rank's share of the reference's batches, in their order (Lightning's sampler would shuffle)."""
-    each = BATCH // data_size
+    each = size // data_size
     mine = range(data_index * each, (data_index + 1) * each)
-    rows = [{k: v[i] for k, v in batch.items()} for batch in samples(name) for i in mine]
+    rows = [{k: v[i] for k, v in batch.items()} for batch in samples(name, steps, size=size) for i in mine]
     return DataLoader(rows, batch_size=each)  # type: ignore[arg-type]
 
 
@@ -95,10 +97,12 @@ class Watch(Callback):
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
         count = tokens(module.kind, batch)
-        sums = torch.tensor([float(outputs["loss"]) * count, count], dtype=torch.float64)
+        loss = float(outputs["loss"]) * trainer.accumulate_grad_batches  # Lightning shows each batch's part
+        sums = torch.tensor([loss * count, count], dtype=torch.float64)
         trainer.strategy.mesh["data"].all_reduce(sums)  # the whole batch's loss: data ranks hold uneven counts
         self.run.losses.append(float(sums[0] / sums[1]))
-        self.run.norms.append(float(trainer.strategy.last_step.grad_norm))
+        if trainer.global_step > len(self.run.norms):
+            self.run.norms.append(float(trainer.strategy.last_step.grad_norm))
 
 
 def train_rank(
@@ -110,11 +114,14 @@ def train_rank(
     options: dict[str, Any],
     scale: float = 0.0,
     recompute: bool = False,
+    steps: int = STEPS,
+    size: int = BATCH,
+    accumulate: int = 1,
 ) -> Any:
     """One rank's training. Returns its `Run`, how each of its tensors sits in the whole one, and the final loss scale.
 
     `options` go to the strategy; `scale` is the first loss scale of 16-mixed; `recompute` turns on activation
-    recomputation as transformers does it.
+    recomputation as transformers does it; `steps`, `size` and `accumulate` are the reference's.
     """
     strategy = ParallaxStrategy(layout, cluster_environment=GivenEnvironment(rank, world), **options)
     watch = Watch()
@@ -124,6 +131,7 @@ def train_rank(
         devices=world,
         precision=PRECISION[dtype] if "precision" not in options else None,
         max_epochs=1,
+        accumulate_grad_batches=accumulate,
         gradient_clip_val=reference.CLIP,
         logger=False,
         enable_checkpointing=False,
@@ -137,7 +145,7 @@ def train_rank(
         plugin.scale.value = scale
     module = Lit(name, dtype, recompute)
     sizes = strategy.requested_layout.resolve(world).axis_sizes()
-    trainer.fit(module, loader(name, sizes["dp"], coordinates(rank, sizes)["dp"]))
+    trainer.fit(module, loader(name, sizes["dp"], coordinates(rank, sizes)["dp"], steps=steps, size=size))
     names = [n for n, _ in module.named_parameters()]
     watch.run.weights = {n: strategy.engine.data.full_param(n).detach().clone() for n in names}
     shards = {n: strategy.shard_of(n) for n in names}

@@ -7,6 +7,7 @@ embeddings, biases, a vocabulary that no even number divides.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -20,14 +21,14 @@ from tests.parity.moe_models import BALANCED_MOE, MOE
 VOCAB, SEQ, BATCH, STEPS = 61, 12, 8, 5
 
 
-def llama() -> nn.Module:
+def llama(depth: int = 5) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
         vocab_size=VOCAB,
         hidden_size=32,
         intermediate_size=48,
-        num_hidden_layers=5,
+        num_hidden_layers=depth,
         num_attention_heads=8,
         num_key_value_heads=4,
         max_position_embeddings=32,
@@ -35,13 +36,13 @@ def llama() -> nn.Module:
     return LlamaForCausalLM(config)
 
 
-def gpt2() -> nn.Module:
+def gpt2(depth: int = 4) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
         vocab_size=VOCAB,
         n_embd=32,
-        n_layer=4,
+        n_layer=depth,
         n_head=4,
         n_positions=32,
         resid_pdrop=0.0,
@@ -49,6 +50,14 @@ def gpt2() -> nn.Module:
         attn_pdrop=0.0,
     )
     return GPT2LMHeadModel(config)
+
+
+def lora() -> nn.Module:
+    """A frozen Llama with low-rank adapters (peft) on its attention."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "o_proj"], init_lora_weights=False)
+    return get_peft_model(llama(8), config)
 
 
 class PlainBlock(nn.Module):
@@ -130,6 +139,11 @@ BUILD: Mapping[str, tuple[Callable[[], nn.Module], Callable[[Any, Any], Tensor],
         "llama": (llama, hf_loss, "input_ids"),
         "gpt2": (gpt2, hf_loss, "input_ids"),
         "plain": (Plain, plain_loss, "ids"),
+        # enough layers for four ranks with two stages each
+        "llama8": (partial(llama, 8), hf_loss, "input_ids"),
+        "gpt2_8": (partial(gpt2, 8), hf_loss, "input_ids"),
+        "plain8": (partial(Plain, depth=8), plain_loss, "ids"),
+        "lora8": (lora, hf_loss, "input_ids"),
         **MOE,
         **{name: (make, hf_loss, "input_ids") for name, make in CONTEXT.items()},
         **BALANCED_MOE,
@@ -137,16 +151,16 @@ BUILD: Mapping[str, tuple[Callable[[], nn.Module], Callable[[Any, Any], Tensor],
 )
 
 
-def samples(name: str, steps: int = STEPS, ignored: bool = True) -> list[dict[str, Tensor]]:
-    """`steps` global batches, one after the other; some labels are ignored, unevenly over the batch."""
+def samples(name: str, steps: int = STEPS, ignored: bool = True, size: int = BATCH) -> list[dict[str, Tensor]]:
+    """`steps` global batches of `size`, one after the other; some labels are ignored, unevenly over the batch."""
     gen = torch.Generator().manual_seed(11)
     key = BUILD[name][2]
     out = []
     for _ in range(steps):
-        ids = torch.randint(0, VOCAB, (BATCH, SEQ), generator=gen)
-        labels = ids.clone() if key == "input_ids" else torch.randint(0, VOCAB, (BATCH, SEQ), generator=gen)
+        ids = torch.randint(0, VOCAB, (size, SEQ), generator=gen)
+        labels = ids.clone() if key == "input_ids" else torch.randint(0, VOCAB, (size, SEQ), generator=gen)
         if ignored:
-            for row in range(BATCH):
+            for row in range(size):
                 labels[row, : row % 5 + 1] = -100
         out.append({key: ids, "labels": labels})
     return out

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.parity.models import BUILD, build, samples, tokens
+from tests.parity.models import BATCH, BUILD, STEPS, build, samples, tokens
 
 LR, CLIP = 1e-2, 0.5
 
@@ -31,22 +31,34 @@ def optimizer(parameters: Any, dtype: torch.dtype) -> torch.optim.Optimizer:
 
 
 def train(
-    name: str, dtype: torch.dtype, autocast: torch.dtype | None = None, parts: Sequence[Sequence[int]] = ()
+    name: str,
+    dtype: torch.dtype,
+    autocast: torch.dtype | None = None,
+    parts: Sequence[Sequence[int]] = (),
+    *,
+    steps: int = STEPS,
+    size: int = BATCH,
+    accumulate: int = 1,
 ) -> Run:
-    """Plain torch on the whole batch, or on its `parts` (rows of each), whose losses are averaged by valid tokens."""
+    """Plain torch on the whole batch, or on its `parts` (rows of each), whose losses are averaged by valid tokens.
+
+    An optimizer step every `accumulate` batches, on their average.
+    """
     model = build(name, dtype)
     loss_of = BUILD[name][1]
     opt = optimizer(model.parameters(), dtype)
     run = Run()
-    for batch in samples(name):
+    for at, batch in enumerate(samples(name, steps, size=size)):
         with torch.autocast("cpu", dtype=autocast or torch.bfloat16, enabled=autocast is not None):
             loss = loss_of(model, batch) if not parts else _averaged(name, model, batch, parts)
-        loss.backward()
+        (loss / accumulate).backward()
+        run.losses.append(float(loss.detach()))
+        if (at + 1) % accumulate:
+            continue
         grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
         run.first_grads = run.first_grads or grads
         run.last_grads = grads
         run.norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
-        run.losses.append(float(loss.detach()))
         opt.step()
         opt.zero_grad()
     run.weights = {n: p.detach().clone() for n, p in model.named_parameters()}
@@ -60,14 +72,14 @@ def _averaged(name: str, model: Any, batch: dict[str, Tensor], parts: Sequence[S
     return (losses * (shares / shares.sum()).to(losses.dtype)).sum()
 
 
-def train_bf16_true(name: str) -> Run:
+def train_bf16_true(name: str, steps: int = STEPS) -> Run:
     """Weights, activations and gradients in bf16; AdamW on fp32 copies of the weights."""
     model = build(name, torch.float32)
     masters = [p.detach().clone().requires_grad_() for p in model.parameters()]
     model.to(torch.bfloat16)
     opt = optimizer(masters, torch.float32)
     run = Run()
-    for batch in samples(name):
+    for batch in samples(name, steps):
         loss = BUILD[name][1](model, batch)
         loss.backward()
         for master, param in zip(masters, model.parameters(), strict=True):
