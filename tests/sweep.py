@@ -1,4 +1,4 @@
-"""Cuts a small model of every causal language model in transformers over two ranks and writes docs/models.md.
+"""Cuts a small model of every causal language model in transformers over two and four ranks and writes docs/models.md.
 
 It is: a command, `python -m tests.sweep`, whose answer is a table with a line for each architecture that has a
 tensor-parallel plan, transformers' or ours: pass, or the precise reason. It is not: a test; a chosen part of it is one
@@ -8,12 +8,15 @@ tensor-parallel plan, transformers' or ours: pass, or the precise reason. It is 
 from __future__ import annotations
 
 import argparse
+import io
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import redirect_stdout
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+
+import torch.distributed as dist
 
 from tests.procs import RankError, run_ranks
 from tests.ranks.model_parity import compare, loss_of
@@ -21,55 +24,92 @@ from tests.small_models import architectures, build_small, plan_of, token_ids
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 BEGIN, END = "<!-- begin of the table -->", "<!-- end of the table -->"
-PASS = "pass"
+PASS, SEPARATOR = "pass", "\x1f"
+COLUMNS = [(2, False), (2, True), (4, False), (4, True)]
+"""(ranks, sequence shards) of each column of results."""
+CHUNK = 12
+"""Models that one set of processes tries one after the other."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Row:
-    """One line of the table: what happened at tensor_parallel_size 2, without and with sequence parallelism."""
+    """One line of the table; `cells` by (ranks, sequence shards)."""
 
     name: str
     plan: str
-    tp: str
-    sp: str
+    cells: dict[tuple[int, bool], str] = field(default_factory=dict)
 
 
 def sweep(names: Sequence[str]) -> list[Row]:
-    """Try every architecture of `names` that has a plan or a reason not to be built."""
-    rows = []
-    for name in names:
-        row = _row(name)
-        if row is not None:
-            print(f"{row.name}: {row.tp} | {row.sp}", flush=True)
-            rows.append(row)
+    """Try every architecture of `names` that has a plan."""
+    rows = [Row(name, plan) for name in names if (plan := plan_of(name))]
+    for row in rows:
+        if error := _error_alone(row.name):
+            row.cells = dict.fromkeys(COLUMNS, f"not tried, the small model does not run in one process: {error}")
+    able = [row for row in rows if not row.cells]
+    for size in sorted({size for size, _ in COLUMNS}):
+        for start in range(0, len(able), CHUNK):
+            _try(able[start : start + CHUNK], size)
     return rows
 
 
-def _row(name: str) -> Row | None:
-    plan = plan_of(name)
-    if not plan:
-        return None
+def _error_alone(name: str) -> str:
+    """Why one process cannot train the small model; empty when it can."""
     try:
-        ids = token_ids()
-        loss_of(build_small(name), ids).backward()
-    except Exception as error:
-        return Row(name, plan, f"not tried, the small model does not run in one process: {_text(error)}", "-")
-    tp = _attempt(name, {})
-    return Row(name, plan, tp, "-")
+        loss_of(build_small(name), token_ids()).backward()
+    except Exception as error:  # whatever it is, it is no fault of the cut
+        return _text(error)
+    return ""
+
+
+def _try(rows: list[Row], size: int) -> None:
+    """Fill the cells of `rows` for `size` ranks, with new processes after a model that ends or hangs them."""
+    left = list(rows)
+    while left:
+        outputs: list[str] = []
+        end = ""
+        try:
+            with redirect_stdout(io.StringIO()):  # which repeats what is in `outputs`
+                run_ranks(size, _attempts, [row.name for row in left], timeout=90 * len(left), outputs=outputs)
+        except RankError as error:
+            end = _text(error)
+        for line in (outputs[0] if outputs else "").splitlines():
+            if line.count(SEPARATOR) == 3:
+                name, shards, text, _ = line.split(SEPARATOR)
+                row = next(r for r in left if r.name == name)
+                row.cells[size, shards == "True"] = text
+        done = [row for row in left if {(size, False), (size, True)} <= row.cells.keys()]
+        left = [row for row in left if row not in done]
+        if left and end:
+            for shards in (False, True):
+                left[0].cells.setdefault((size, shards), end)
+            done.append(left.pop(0))
+        for row in done:
+            print(row.name, {key: value for key, value in row.cells.items() if key[0] == size}, flush=True)
+
+
+def _attempts(rank: int, world: int, names: list[str]) -> None:
+    """On one rank: each model without and with sequence shards; one line of output for each attempt."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    for name in names:
+        for shards in (False, True):
+            try:
+                compare(rank, world, name, {"sequence_parallel": shards}, {})
+                text = PASS
+            except Exception as error:
+                text = _text(error)
+            everyones: list[str] = [""] * world
+            dist.all_gather_object(everyones, text)
+            worst = next((t for t in everyones if t != PASS), PASS)
+            if rank == 0:
+                print(SEPARATOR.join((name, str(shards), worst, "")), flush=True)
 
 
 def _text(error: Exception) -> str:
-    return re.sub(r"\s+", " ", f"{type(error).__name__}: {error}").strip()
-
-
-def _attempt(name: str, options: dict[str, Any]) -> str:
-    try:
-        run_ranks(2, compare, name, options, {}, timeout=120)
-    except RankError as error:
-        kind, message, _ = next(iter(error.errors.values()), ("RankTimeout", "did not end in time", ""))
-        text = re.sub(r"\s+", " ", message).strip()
-        return text if kind in ("ValueError", "AssertionError") else f"{kind}: {text}"
-    return PASS
+    kind = "" if isinstance(error, (ValueError, AssertionError)) else f"{type(error).__name__}: "
+    return re.sub(r"\s+", " ", f"{kind}{error}").strip()[:400]
 
 
 def write(rows: list[Row]) -> None:
@@ -77,27 +117,41 @@ def write(rows: list[Row]) -> None:
     import torch
     import transformers
 
-    passed = sum(r.tp == PASS for r in rows)
+    counts = [sum(r.cells.get(key) == PASS for r in rows) for key in COLUMNS]
+    heads = [f"tp{size}" + (", sequence shards" if shards else "") for size, shards in COLUMNS]
     lines = [
-        f"With transformers {transformers.__version__} and torch {torch.__version__.split('+')[0]}: "
-        f"{passed} of {len(rows)} architectures pass.",
+        f"transformers {transformers.__version__}, torch {torch.__version__.split('+')[0]}. Of {len(rows)} architectures "
+        + ", ".join(f"{count} pass at {head}" for count, head in zip(counts, heads, strict=True))
+        + ".",
         "",
-        "| architecture | plan | tp2 | tp2, sequences cut |",
-        "|---|---|---|---|",
-        *(f"| {r.name} | {r.plan} | {_cell(r.tp)} | {_cell(r.sp)} |" for r in rows),
+        f"| architecture | plan | {' | '.join(heads)} |",
+        "|---|---|---|---|---|---|",
     ]
+    reasons: dict[str, int] = {}
+    for row in rows:
+        cells = [_cell(row.cells.get(key, "-"), reasons) for key in COLUMNS]
+        lines.append(f"| {row.name} | {row.plan} | {' | '.join(cells)} |")
+    lines += ["", "Reasons:", "", *(f"{number}. {text}" for text, number in reasons.items())]
     before, _, rest = PAGE.read_text().partition(BEGIN)
     after = rest.partition(END)[2]
     PAGE.write_text(before + BEGIN + "\n\n" + "\n".join(lines) + "\n\n" + END + after)
 
 
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")[:300]
+def _cell(text: str, reasons: dict[str, int]) -> str:
+    """`pass`, or the number of the reason below the table; names of single models do not make a reason of their own."""
+    if text in (PASS, "-"):
+        return text
+    short = re.sub(r"\b\w+For\w+ \(model_type '\w+'\)", "the model", text).split("; give it one")[0]
+    short = short.split(". Leave sequence_parallel")[0].replace("sequence_parallel=True, but ", "")
+    short = re.sub(r"the residual stream of \w+", "the residual stream", short).replace("<", "&lt;")
+    return f"({reasons.setdefault(short, len(reasons) + 1)})"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.sweep", description=__doc__.splitlines()[0])  # type: ignore
-    parser.add_argument("names", nargs="*", help="model types; all, written to docs/models.md, when none is given")
+    parser = argparse.ArgumentParser(prog="python -m tests.sweep", description="Write docs/models.md.")
+    parser.add_argument(
+        "names", nargs="*", help="model types to try without writing; all, and write, when none is given"
+    )
     names = parser.parse_args(arguments).names
     rows = sweep(names or architectures())
     if not names:

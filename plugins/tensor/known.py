@@ -85,6 +85,10 @@ def _gated_mlp(name: str = "mlp") -> Plan:
     }
 
 
+def _llama(config: Any) -> Plan:
+    return _attention() | _gated_mlp()
+
+
 def _fused_mlp(config: Any) -> Plan:
     """Gate and up in one matrix, halved in the forward: each half is cut, and nothing gathered in between."""
     return {"layers.*.mlp.gate_up_proj": "packed_colwise", "layers.*.mlp.down_proj": "rowwise"}
@@ -127,6 +131,7 @@ KNOWN_PLANS: Mapping[str, Callable[[Any], Plan]] = MappingProxyType(
         "phi3": _phi3,
         "glm": _fused_mlp,
         "glm4": _fused_mlp,
+        "emu3_text_model": _llama,
         "gpt_oss": _gpt_oss,
         "hunyuan_v1_dense": _hunyuan,
     }

@@ -101,7 +101,23 @@ def compare(rank: int, world: int, model_type: str, options: dict[str, Any], cha
     expected = loss_of(reference, ids)
     expected.backward()
     mesh = Mesh.build(layout, rank)
-    plugins = cut(model, mesh)
+    try:
+        plugins = cut(model, mesh)
+        loss, counts = _step(model, plugins, mesh, ids)
+        require_close(loss, expected.detach(), "loss")
+        found = whole_grads(model, plugins, mesh)
+    finally:
+        mesh.close()
+    wanted = {fqn: p.grad for fqn, p in reference.named_parameters() if p.grad is not None}
+    missing = sorted(wanted.keys() ^ found.keys())
+    assert not missing, f"gradient on one side only: {missing[:5]}"
+    for fqn, grad in found.items():
+        require_close(grad, wanted[fqn], f"gradient of {fqn}")
+    return counts
+
+
+def _step(model: nn.Module, plugins: list[ParallelPlugin], mesh: Mesh, ids: Tensor) -> tuple[Tensor, dict[str, int]]:
+    """Loss, and bytes by kind and phase; gradients are finished."""
     mesh.ledger.reset()
     with mesh.ledger.during("forward"):
         loss = loss_of(model, ids)
@@ -114,12 +130,4 @@ def compare(rank: int, world: int, model_type: str, options: dict[str, Any], cha
     for (axis, kind, phase), traffic in mesh.ledger.counts.items():
         if axis.startswith("tp"):
             counts[f"{kind} {phase}"] = counts.get(f"{kind} {phase}", 0) + traffic.bytes
-    require_close(loss.detach(), expected.detach(), "loss")
-    found = whole_grads(model, plugins, mesh)
-    wanted = {fqn: p.grad for fqn, p in reference.named_parameters() if p.grad is not None}
-    missing = sorted(wanted.keys() ^ found.keys())
-    assert not missing, f"gradient on one side only: {missing[:5]}"
-    for fqn, grad in found.items():
-        require_close(grad, wanted[fqn], f"gradient of {fqn}")
-    mesh.close()
-    return counts
+    return loss.detach(), counts

@@ -41,7 +41,7 @@ FOUR: list[Case] = [
 
 
 def _all(rank: int, world: int, cases: list[Case]) -> list[dict[str, Any]]:
-    """Each case with whole sequences (whose byte counts are returned) and, where the model allows, sequence shards."""
+    """Each case with whole sequences, whose byte counts are returned, and with shards where the model allows it."""
     counts = []
     for name, changes in cases:
         try:
