@@ -57,7 +57,12 @@ DROPOUTS = ("dropout", "pdrop", "dropout_prob", "dropout_rate", "drop_prob")
 
 SPECIAL: dict[str, dict[str, Any]] = {
     "falcon": {"new_decoder_architecture": True, "num_kv_heads": 4},  # of 40B and 180B; 7B has one key-value head
-    "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention"]},
+    "cohere_compass_text": {  # its default config lacks what its model asks for
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": dict.fromkeys(
+            ("sliding_attention", "full_attention"), {"rope_type": "default", "rope_theta": 10000.0}
+        ),
+    },
     "dots3_note_text": {"per_layer_config": None},
     "gemma4_assistant": {"hidden_size_per_layer_input": 0},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
@@ -136,16 +141,16 @@ def token_ids() -> Tensor:
 
 
 def plan_of(model_type: str) -> str:
-    """Whose tensor-parallel plan the architecture has: "ours", "transformers", or none ("")."""
+    """Whose tensor-parallel plan the architecture has: transformers', ours, both, or nobody's ("")."""
     from transformers import AutoConfig
 
     from parallax.plugins.tensor.known import KNOWN_PLANS
 
-    if model_type in KNOWN_PLANS:
-        return "ours"
     try:
         config = AutoConfig.for_model(model_type)
         text = config.get_text_config()
     except ValueError:  # no default config, or several parts that could be the text's
         return ""
-    return "transformers" if any(getattr(c, "base_model_tp_plan", None) for c in (config, text)) else ""
+    carried = any(getattr(c, "base_model_tp_plan", None) for c in (config, text))
+    known = {config.model_type, text.model_type} & KNOWN_PLANS.keys()
+    return ", ".join(["transformers"] * carried + ["ours"] * bool(known))

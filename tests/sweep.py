@@ -33,10 +33,11 @@ CHUNK = 12
 
 @dataclass
 class Row:
-    """One line of the table; `cells` by (ranks, sequence shards)."""
+    """One line of the table: `cells` by (ranks, sequence shards), and the share of the model that the plan cuts."""
 
     name: str
     plan: str
+    cut: str = "-"
     cells: dict[tuple[int, bool], str] = field(default_factory=dict)
 
 
@@ -75,9 +76,9 @@ def _try(rows: list[Row], size: int) -> None:
             end = _text(error)
         for line in (outputs[0] if outputs else "").splitlines():
             if line.count(SEPARATOR) == 3:
-                name, shards, text, _ = line.split(SEPARATOR)
+                name, shards, text, share = line.split(SEPARATOR)
                 row = next(r for r in left if r.name == name)
-                row.cells[size, shards == "True"] = text
+                row.cells[size, shards == "True"], row.cut = text, share or row.cut
         done = [row for row in left if {(size, False), (size, True)} <= row.cells.keys()]
         left = [row for row in left if row not in done]
         if left and end:
@@ -95,8 +96,9 @@ def _attempts(rank: int, world: int, names: list[str]) -> None:
     logging.set_verbosity_error()
     for name in names:
         for shards in (False, True):
+            share = ""
             try:
-                compare(rank, world, name, {"sequence_parallel": shards}, {})
+                share = f"{compare(rank, world, name, {'sequence_parallel': shards}, {}).cut:.0%}"
                 text = PASS
             except Exception as error:
                 text = _text(error)
@@ -104,7 +106,7 @@ def _attempts(rank: int, world: int, names: list[str]) -> None:
             dist.all_gather_object(everyones, text)
             worst = next((t for t in everyones if t != PASS), PASS)
             if rank == 0:
-                print(SEPARATOR.join((name, str(shards), worst, "")), flush=True)
+                print(SEPARATOR.join((name, str(shards), worst, share)), flush=True)
 
 
 def _text(error: Exception) -> str:
@@ -120,17 +122,18 @@ def write(rows: list[Row]) -> None:
     counts = [sum(r.cells.get(key) == PASS for r in rows) for key in COLUMNS]
     heads = [f"tp{size}" + (", sequence shards" if shards else "") for size, shards in COLUMNS]
     lines = [
-        f"transformers {transformers.__version__}, torch {torch.__version__.split('+')[0]}. Of {len(rows)} architectures "
+        f"transformers {transformers.__version__}, torch {torch.__version__.split('+')[0]}. "
+        f"Of {len(rows)} architectures "
         + ", ".join(f"{count} pass at {head}" for count, head in zip(counts, heads, strict=True))
         + ".",
         "",
-        f"| architecture | plan | {' | '.join(heads)} |",
-        "|---|---|---|---|---|---|",
+        f"| architecture | plan | cut | {' | '.join(heads)} |",
+        "|---|---|---|---|---|---|---|",
     ]
     reasons: dict[str, int] = {}
     for row in rows:
         cells = [_cell(row.cells.get(key, "-"), reasons) for key in COLUMNS]
-        lines.append(f"| {row.name} | {row.plan} | {' | '.join(cells)} |")
+        lines.append(f"| {row.name} | {row.plan} | {row.cut} | {' | '.join(cells)} |")
     lines += ["", "Reasons:", "", *(f"{number}. {text}" for text, number in reasons.items())]
     before, _, rest = PAGE.read_text().partition(BEGIN)
     after = rest.partition(END)[2]

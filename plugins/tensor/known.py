@@ -116,9 +116,58 @@ def _gpt_oss(config: Any) -> Plan:
     return _attention() | {"layers.*.self_attn.sinks": "colwise"}
 
 
+def _head_norms(*names: str) -> Plan:
+    """Norms of each query and key head, which see this rank's heads."""
+    return {f"layers.*.self_attn.{name}": "replicated_with_grad_allreduce" for name in names}
+
+
 def _hunyuan(config: Any) -> Plan:
-    norms = ("query_layernorm", "key_layernorm")
-    return _attention() | _gated_mlp() | {f"layers.*.self_attn.{n}": "replicated_with_grad_allreduce" for n in norms}
+    return _llama(config) | _gated_mlp("mlp.shared_mlp") | _head_norms("query_layernorm", "key_layernorm")
+
+
+def _latent(config: Any) -> Plan:
+    """Multi-head latent attention (DeepSeek-AI 2024, "DeepSeek-V2"): the heads are cut, the latents are whole."""
+    return {
+        **{f"layers.*.self_attn.{name}_proj": "colwise" for name in ("q", "q_b", "kv_b")},
+        "layers.*.self_attn.kv_a_proj_with_mqa": "mla_kv_a_proj",
+        "layers.*.self_attn.o_proj": "rowwise",
+    }
+
+
+def _flint(config: Any) -> Plan:
+    return _attention() | _head_norms("q_norm", "k_norm") | {"layers.*.self_attn.sinks": "colwise"}
+
+
+def _granite_moe(config: Any) -> Plan:
+    return _attention() | {
+        "layers.*.shared_mlp.input_linear": "packed_colwise",
+        "layers.*.shared_mlp.output_linear": "rowwise",
+    }
+
+
+def _jamba(config: Any) -> Plan:
+    return _attention() | _gated_mlp("feed_forward")
+
+
+def _lfm2(config: Any) -> Plan:
+    return {
+        **{f"layers.*.self_attn.{n}_proj": "colwise" for n in "qkv"},
+        "layers.*.self_attn.out_proj": "rowwise",
+        **_head_norms("q_layernorm", "k_layernorm"),
+        "layers.*.feed_forward.w1": "colwise",
+        "layers.*.feed_forward.w3": "colwise",
+        "layers.*.feed_forward.w2": "rowwise",
+    }
+
+
+def _doge(config: Any) -> Plan:
+    reason = "the plan of transformers gives every rank the dynamic mask of all heads"
+    return {"layers.*.self_attn.dt_proj": f"refused: {reason}"}
+
+
+def _shared_expert(name: str) -> Callable[[Any], Plan]:
+    """The dense expert beside the routed ones, where transformers' plan leaves it whole."""
+    return lambda config: _gated_mlp(f"mlp.{name}")
 
 
 KNOWN_PLANS: Mapping[str, Callable[[Any], Plan]] = MappingProxyType(
@@ -131,9 +180,23 @@ KNOWN_PLANS: Mapping[str, Callable[[Any], Plan]] = MappingProxyType(
         "phi3": _phi3,
         "glm": _fused_mlp,
         "glm4": _fused_mlp,
-        "emu3_text_model": _llama,
         "gpt_oss": _gpt_oss,
+        "emu3_text_model": _llama,
+        "doge": _doge,
         "hunyuan_v1_dense": _hunyuan,
+        "hunyuan_v1_moe": _hunyuan,
+        "phimoe": lambda config: _attention(),
+        "flint": _flint,
+        "granitemoe": _granite_moe,
+        "granitemoeshared": _granite_moe,
+        "granitemoe_swa": _granite_moe,
+        "granitemoehybrid": _granite_moe,
+        "jamba": _jamba,
+        "lfm2": _lfm2,
+        "lfm2_moe": _lfm2,
+        **dict.fromkeys(("deepseek_v3", "axk1", "sarvam_mla", "youtu"), _latent),
+        "qwen2_moe": _shared_expert("shared_expert"),
+        **dict.fromkeys(("cohere2_moe", "exaone_moe", "glm4_moe_lite", "solar_open"), _shared_expert("shared_experts")),
     }
 )
 """model_type -> plan of the base model, from its config."""

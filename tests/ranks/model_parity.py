@@ -7,7 +7,7 @@ architectures there are (`tests/small_models.py`).
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,19 @@ from parallax.strategies.mesh import Mesh
 from tests.small_models import VOCAB, build_small, token_ids
 
 TOLERANCE = 1e-9
+SEED = 5
+
+
+class Parity(NamedTuple):
+    """Of a comparison that went well.
+
+    Attributes:
+        sent: "kind phase" -> payload bytes on the tensor axis.
+        cut: share of the model's elements that are cut.
+    """
+
+    sent: dict[str, int]
+    cut: float
 
 
 class Fp64(TorchFunctionMode):
@@ -88,8 +101,8 @@ def require_close(found: Tensor, wanted: Tensor, what: str) -> None:
         raise AssertionError(f"{what}: off by {error:.1e} of {scale:.1e}")
 
 
-def compare(rank: int, world: int, model_type: str, options: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """Raise unless loss and gradients on `world` ranks equal one process. Returns the bytes each kind of call sent.
+def compare(rank: int, world: int, model_type: str, options: dict[str, Any], changes: dict[str, Any]) -> Parity:
+    """Raise unless loss and gradients on `world` ranks equal one process.
 
     Args:
         options: layout fields beside the size of the axis, e.g. {"sequence_parallel": False}.
@@ -98,6 +111,7 @@ def compare(rank: int, world: int, model_type: str, options: dict[str, Any], cha
     warnings.filterwarnings("ignore")
     layout = Layout(tensor_parallel_size=world, **options).resolve(world)
     reference, model, ids = build_small(model_type, **changes), build_small(model_type, **changes), token_ids()
+    torch.manual_seed(SEED)  # some routers draw random numbers
     expected = loss_of(reference, ids)
     expected.backward()
     mesh = Mesh.build(layout, rank)
@@ -113,12 +127,18 @@ def compare(rank: int, world: int, model_type: str, options: dict[str, Any], cha
     assert not missing, f"gradient on one side only: {missing[:5]}"
     for fqn, grad in found.items():
         require_close(grad, wanted[fqn], f"gradient of {fqn}")
-    return counts
+    shard_of = shard_lookup(plugins)
+    parts = {n: p.numel() for n, p in model.named_parameters() if (part := shard_of(n)) and part.dim is not None}
+    whole = sum(p.numel() for p in reference.parameters())
+    held = sum(p.numel() for p in model.parameters())
+    cut_elements = whole - (held - sum(parts.values()))
+    return Parity(counts, cut_elements / whole)
 
 
 def _step(model: nn.Module, plugins: list[ParallelPlugin], mesh: Mesh, ids: Tensor) -> tuple[Tensor, dict[str, int]]:
     """Loss, and bytes by kind and phase; gradients are finished."""
     mesh.ledger.reset()
+    torch.manual_seed(SEED)
     with mesh.ledger.during("forward"):
         loss = loss_of(model, ids)
     with mesh.ledger.during("backward"):
