@@ -67,9 +67,9 @@ class Observer(Callback):
         self._hooks: list[Any] = []
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        drop = [m for m in pl_module.modules() if next(m.parameters(recurse=False), None) is not None]
+        owners = [m for m in pl_module.modules() if next(m.parameters(recurse=False), None) is not None]
         names = {m: n for n, m in pl_module.named_modules()}
-        for module in drop:
+        for module in owners:
             self._hooks.append(module.register_forward_pre_hook(lambda m, _: self._use(m, names[m])))
         self.seen.initial = self._weights(trainer, pl_module)
 

@@ -21,9 +21,6 @@ from torch.utils.data import DataLoader
 
 from parallax.strategies.names import nearest_name
 
-Batches = tuple[int, int, int]
-"""(samples, tokens per sample, vocabulary) of synthetic batches."""
-
 
 @dataclass(frozen=True)
 class Target:
