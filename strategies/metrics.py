@@ -53,6 +53,12 @@ class MetricShare:
         def gather(tensor: Tensor, group: Any = None) -> list[Tensor]:
             return gather_all_tensors(tensor, group=group or data.group)
 
+        along = mesh["cp"]
+
+        def gather_sequence(tensor: Tensor, group: Any = None) -> list[Tensor]:
+            return gather_all_tensors(tensor, group=along.group)
+
+        self._whole_sequences = gather_sequence, lambda: along.size > 1  # a batch is that of a data rank: whole
         for metric in metrics:
             metric.dist_sync_fn = metric.dist_sync_fn or gather
             metric.distributed_available_fn = lambda: data.size > 1
@@ -86,7 +92,8 @@ class MetricShare:
         batch = self._batch.get(id(metric))
         if batch is None:
             batch = self._batch[id(metric)] = metric.clone()
-            batch.distributed_available_fn = metric.distributed_available_fn if metric.dist_sync_on_step else _never
+            if not metric.dist_sync_on_step:
+                batch.dist_sync_fn, batch.distributed_available_fn = self._whole_sequences
         if id(metric) not in self._called:
             self._called.add(id(metric))
             batch.reset()
@@ -116,10 +123,6 @@ class MetricShare:
         metric._forward_cache = value
         assert isinstance(metric, Metric)
         return metric
-
-
-def _never() -> bool:
-    return False
 
 
 def _compute_from(metric: Any, comm: AxisComm, source: int, in_step: Callable[[], bool]) -> None:

@@ -55,10 +55,7 @@ class ContextParallel(ParallelPlugin):
         methods = Methods(mesh, layout)
         self.sequence = CutSequence(model, mesh["cp"], layout.context_sharding, methods)
         self._detach = attach(model, self.sequence)
-        chunks = f"chunks {mesh.index('cp')} and {2 * mesh.size('cp') - 1 - mesh.index('cp')} of {2 * mesh.size('cp')}"
-        if layout.context_sharding == "contiguous":
-            chunks = f"chunk {mesh.index('cp')} of {mesh.size('cp')}"
-        self._report = {"holds": f"{chunks} of every sequence", "method": layout.context_method}
+        self._report = _describe(layout, mesh.index("cp"))
 
     @property
     def _sequence(self) -> CutSequence:
@@ -99,3 +96,25 @@ class ContextParallel(ParallelPlugin):
 
     def describe(self) -> dict[str, str]:
         return dict(self._report)
+
+
+SENDS: Mapping[str, str] = {
+    "auto": "as the method does that is chosen at the first call, from heads, length and hosts",
+    "ring": "forward: keys and values of a rank, c-1 times; backward: the same again, and c times their gradients",
+    "all_gather": "forward: keys and values of all ranks, gathered; backward: the same, and their gradients scattered",
+    "ulysses": "forward: queries, keys, values and outputs once, for heads; backward: their gradients likewise",
+    "hybrid": "ulysses among neighbours, ring between groups of them",
+}
+"""Method -> what a rank sends for one attention call; the formulas are in `traffic.py`."""
+
+
+def _describe(layout: Layout, index: int) -> dict[str, str]:
+    size, method = layout.context_parallel_size, layout.context_method
+    chunks = f"chunk {index} of {size}"
+    if layout.context_sharding == "zigzag":
+        chunks = f"chunks {index} and {2 * size - 1 - index} of {2 * size}"
+    return {
+        "holds": f"{chunks} of every sequence",
+        "attention": method,
+        "sends": SENDS.get(method, "as the method says"),
+    }

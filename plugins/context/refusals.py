@@ -35,10 +35,10 @@ def check_model(model: nn.Module) -> None:
                 type(model).__name__,
                 f"{name!r} ({type(module).__name__}) mixes neighbouring tokens, which may be on another rank",
             )
-    for each in models_of(model):
-        _check_head(each)
     for base in bases_of(model):
         _check_base(base)
+    for each in models_of(model):
+        _check_head(each)
 
 
 def _check_head(model: Any) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from lightning.pytorch.strategies import StrategyRegistry
 
+from parallax.plugins.context.functional import scaled_dot_product_attention
 from parallax.plugins.expert.callbacks import ExpertBiasBalance, ExpertLoad
 from parallax.plugins.launch import prepare_process
 from parallax.strategies.layout import Layout
@@ -32,6 +33,7 @@ __all__ = [
     "ReplicaSentinel",
     "TrafficLogger",
     "register_strategies",
+    "scaled_dot_product_attention",
 ]
 
 STRATEGY_NAMES = ("parallax_4d", "parallax")

@@ -49,9 +49,10 @@ class Grads(Callback):
 
 def trainer(rank: int, world: int, layout: str, **options: Any) -> Trainer:
     strategy = ParallaxStrategy(layout, cluster_environment=GivenEnvironment(rank, world), **options.pop("plans", {}))
+    options = {"use_distributed_sampler": False, **options}
     return Trainer(
         strategy=strategy, accelerator="cpu", devices=world, max_epochs=1, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False, **options,
+        enable_progress_bar=False, enable_model_summary=False, **options,
     )  # fmt: skip
 
 

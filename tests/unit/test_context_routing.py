@@ -1,0 +1,183 @@
+"""What calls of the user's code become on a cut sequence, and which of them are refused. No communication."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import parallax
+from parallax.plugins.context.refusals import check_model
+from parallax.plugins.context.routing import Routed, paused
+from parallax.plugins.context.sequence import CutSequence
+from parallax.strategies.comm import AxisComm, Ledger
+
+TOKENS, ROWS = 10, 3  # padded to 12 over 2 ranks in zigzag order: rank 1 holds 3..8, rank 0 holds 0..2 and 9..11
+
+
+class Attended(Exception):
+    """Carries what an attention call asks for."""
+
+    def __init__(self, spec: Any) -> None:
+        self.spec = spec
+
+
+def asked(spec: Any, *tensors: Any) -> Any:
+    raise Attended(spec)
+
+
+@pytest.fixture
+def sequence() -> Iterator[CutSequence]:
+    model = nn.Module()
+    model.register_buffer("table", torch.arange(40.0).view(20, 2))
+    model.plain = torch.arange(20).view(1, 20)  # type: ignore[assignment]
+    cut = CutSequence(model, AxisComm("cp", (0, 1), 0, None, Ledger()), "zigzag", asked)
+    cut.begin(TOKENS, ROWS)
+    with Routed(cut):
+        yield cut
+
+
+HERE = [0, 1, 2, 9, 9, 9]  # padding has the last real position
+
+
+def test_positions_are_those_of_the_whole_sequence(sequence: CutSequence) -> None:
+    x = torch.zeros(ROWS, 6, 4)
+    assert torch.arange(x.size(1)).tolist() == HERE
+    assert torch.arange(0, 6, dtype=torch.float32).tolist() == HERE
+    assert torch.arange(end=6).tolist() == HERE
+    assert torch.arange(5).tolist() == [0, 1, 2, 3, 4] and torch.arange(1, 7).tolist() == [1, 2, 3, 4, 5, 6]
+    with paused(sequence):
+        assert torch.arange(6).tolist() == [0, 1, 2, 3, 4, 5]
+    assert torch.arange(6).tolist() == HERE
+
+
+def test_rows_of_tables_are_those_of_the_positions(sequence: CutSequence) -> None:
+    model: Any = sequence._model
+    assert model.table[:6, 0].tolist() == [2.0 * at for at in HERE]
+    assert model.table[0:6].shape == (6, 2)
+    assert model.plain[:, :6].tolist() == [HERE]
+    assert model.table[:5, 0].tolist() == [0, 2, 4, 6, 8]
+    hidden = torch.randn(ROWS, 6, 12)
+    assert torch.equal(hidden[..., :6], hidden.narrow(2, 0, 6)), "a part of the features, as many as there are tokens"
+    mask = torch.ones(20, 20).tril().view(1, 1, 20, 20)
+    assert torch.equal(mask[:, :, :6, :6][0, 0].bool(), torch.tensor(HERE)[:, None] >= torch.tensor(HERE))
+    with pytest.raises(ValueError, match="has 8 positions, but the sequences have 10 tokens"):
+        torch.zeros(8, 2)[:6]
+
+
+def test_the_first_half_of_a_shift_keeps_all_tokens(sequence: CutSequence) -> None:
+    logits, ids = torch.randn(ROWS, 6, 5), torch.ones(ROWS, 6, dtype=torch.long)
+    assert logits[:, :-1] is logits and logits[..., :-1, :] is logits and logits[:, : 6 - 1] is logits
+    assert not sequence.shortened
+    assert ids[:, :-1] is ids and sequence.shortened
+    with pytest.raises(ValueError, match="its attention is not causal"):
+        q = torch.randn(ROWS, 2, 6, 4)
+        F.scaled_dot_product_attention(q, q, q)
+
+
+QKV = torch.randn(ROWS, 2, 6, 4)
+
+
+@pytest.mark.parametrize(
+    ("mask", "causal"),
+    [
+        (lambda: torch.ones(6, 6, dtype=torch.bool).tril(), True),
+        (lambda: torch.full((1, 1, 6, 6), float("-inf")).triu(1), True),
+        (lambda: torch.arange(6)[:, None] >= torch.arange(6), True),
+        (lambda: torch.ones(ROWS, 1, 6, 6, dtype=torch.bool), False),
+        (lambda: None, False),
+    ],
+)
+def test_masks_that_are_understood(mask: Callable[[], Any], causal: bool, sequence: CutSequence) -> None:
+    with pytest.raises(Attended) as found:
+        parallax.scaled_dot_product_attention(QKV, QKV, QKV, attn_mask=mask(), scale=0.3)
+    assert (found.value.spec.causal, found.value.spec.scale, found.value.spec.documents) == (causal, 0.3, None)
+
+
+def mean_of_pooled(x: Tensor) -> Tensor:
+    return x[:, -1].mean()
+
+
+TOKEN_TARGETS = torch.zeros(ROWS * 6, dtype=torch.long)
+LOGITS = torch.randn(ROWS * 6, 5, requires_grad=True)
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "sum": (lambda: F.cross_entropy(LOGITS, TOKEN_TARGETS, reduction="sum"), "reduction='sum': what the code divides"),
+    "none": (lambda: F.cross_entropy(LOGITS, TOKEN_TARGETS, reduction="none"), "mark targets that do not count"),
+    "filtered": (lambda: F.cross_entropy(LOGITS[:4], TOKEN_TARGETS[:4]), "padded to 12 .* 4 of the 3 x 6"),
+    "probabilities": (lambda: F.cross_entropy(LOGITS, LOGITS.softmax(-1)), "targets are probabilities"),
+    "by hand": (lambda: torch.randn(ROWS, 2, 6, 6).softmax(dim=-1), "looks like attention written by hand"),
+    "multi-head": (lambda: nn.MultiheadAttention(4, 2)(QKV[0], QKV[0], QKV[0]), "nn.MultiheadAttention"),
+    "encoder": (lambda: nn.TransformerEncoderLayer(4, 2, 8, batch_first=True).eval()(QKV[0]), "nn.MultiheadAttention"),
+    "last token": (lambda: mean_of_pooled(torch.randn(ROWS, 6, 4)), r"takes \[:, -1\] of a tensor"),
+    "class token": (lambda: torch.randn(ROWS, 6, 4)[:, 1:], r"takes \[:, 1:\]"),
+    "every second": (lambda: torch.ones(ROWS, 6)[:, ::2], r"takes \[:, ::2\]"),
+    "cross": (lambda: F.scaled_dot_product_attention(QKV, QKV[:, :, :5], QKV[:, :, :5]), "attention over 5 keys"),
+    "bias": (lambda: F.scaled_dot_product_attention(QKV, QKV, QKV, torch.randn(6, 6)), "it adds numbers to the scores"),
+    "band": (
+        lambda: F.scaled_dot_product_attention(QKV, QKV, QKV, torch.ones(6, 6, dtype=torch.bool).triu(-1)),
+        "it is not causal",
+    ),
+    "per sample": (
+        lambda: F.scaled_dot_product_attention(QKV, QKV, QKV, torch.eye(6).expand(ROWS, 1, 6, 6) > 0),
+        "its shape is neither",
+    ),
+    "heads": (lambda: F.scaled_dot_product_attention(QKV, QKV[:, :1], QKV[:, :1]), "need enable_gqa=True"),
+}
+
+
+@pytest.mark.parametrize("name", list(REFUSED))
+def test_what_cannot_be_followed_is_refused(name: str, sequence: CutSequence) -> None:
+    call, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_metrics_without_gradient_may_be_summed(sequence: CutSequence) -> None:
+    with torch.no_grad():
+        per_token = F.cross_entropy(LOGITS, TOKEN_TARGETS, reduction="none")
+    assert per_token.shape == (ROWS * 6,)
+
+
+def test_outside_a_step_the_model_is_refused() -> None:
+    cut = CutSequence(nn.Module(), AxisComm("cp", (0, 1), 0, None, Ledger()), "zigzag", asked)
+    with Routed(cut), pytest.raises(ValueError, match="the model was called outside a step"):
+        F.scaled_dot_product_attention(QKV, QKV, QKV)
+
+
+def small(kind: str, head: str, **options: Any) -> nn.Module:
+    import transformers
+
+    config: Any = getattr(transformers, kind + "Config")(vocab_size=30, **options)
+    with torch.device("meta"):
+        model: nn.Module = getattr(transformers, kind + head)(config)
+    return model
+
+
+TINY = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+LONG = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "bloom": (lambda: small("Bloom", "ForCausalLM", hidden_size=16, n_layer=1, n_head=2), "does not call attention"),
+    "t5": (lambda: small("T5", "ForConditionalGeneration", d_model=16, d_kv=8, num_layers=1), "two sequences"),
+    "dropout": (lambda: small("GPT2", "LMHeadModel", n_embd=16, n_layer=1, n_head=2), "attn_pdrop=0.1"),
+    "classifier": (lambda: small("Llama", "ForSequenceClassification", **TINY), "looks at single tokens"),
+    "roberta": (lambda: small("Roberta", "ForMaskedLM", **TINY), "makes positions by counting tokens"),
+    "rope": (lambda: small("Llama", "ForCausalLM", **TINY, rope_parameters=LONG), r"rotary embedding \(dynamic\)"),
+    "mamba": (lambda: small("Mamba", "ForCausalLM", hidden_size=16, num_hidden_layers=1), "mixes neighbouring tokens"),
+    "lstm": (lambda: nn.Sequential(nn.Linear(2, 2), nn.LSTM(2, 2)), r"'1' \(LSTM\) mixes neighbouring tokens"),
+}
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_models_that_cannot_be_followed_are_refused(name: str) -> None:
+    make, message = MODELS[name]
+    with pytest.raises(ValueError, match=message):
+        check_model(make())
+
+
+@pytest.mark.parametrize(("kind", "head"), [("Llama", "ForCausalLM"), ("Gemma2", "ForCausalLM"), ("Qwen3", "Model")])
+def test_models_that_can_be_followed_pass(kind: str, head: str) -> None:
+    check_model(small(kind, head, **TINY, head_dim=8, num_key_value_heads=1))
