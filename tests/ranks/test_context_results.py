@@ -159,7 +159,14 @@ def test_other_samples_on_a_rank_of_the_sequence_are_refused() -> None:
 # Bytes
 
 
-def counting_rank(rank: int, world: int, layout: str) -> dict[Any, Traffic]:
+METHODS = ("ring", "all_gather", "ulysses")
+
+
+def counting_rank(rank: int, world: int) -> dict[str, dict[Any, Traffic]]:
+    return {method: counted(rank, world, f"cp2 {method}") for method in METHODS}
+
+
+def counted(rank: int, world: int, layout: str) -> dict[Any, Traffic]:
     t = trainer(rank, world, layout, limit_train_batches=2)
     module = Lit()
     counts: dict[Any, Traffic] = {}
@@ -178,9 +185,14 @@ def counting_rank(rank: int, world: int, layout: str) -> dict[Any, Traffic]:
     return counts
 
 
+@pytest.fixture(scope="module")
+def counts() -> Any:
+    return run_ranks(2, counting_rank, timeout=100)
+
+
 @pytest.mark.limit(150)
-@pytest.mark.parametrize("method", ["ring", "all_gather", "ulysses"])
-def test_bytes_of_a_step(method: str) -> None:
+@pytest.mark.parametrize("method", METHODS)
+def test_bytes_of_a_step(method: str, counts: Any) -> None:
     """Attention as `traffic.py` says, for 5 layers; and beside it only what is as small as the labels.
 
     Labels are shifted twice (by the model and by the step), the loss adds two numbers up, and so do its mean, the log
@@ -194,8 +206,8 @@ def test_bytes_of_a_step(method: str) -> None:
     }
     labels = Traffic(2, 2 * ROWS * shards.length * 8)
     numbers = Traffic(5, 16 + 16 + 8 + 16 + 8)
-    for got in run_ranks(2, counting_rank, f"cp2 {method}", timeout=60):
-        rest = dict(got)
+    for got in counts:
+        rest = dict(got[method])
         for key, one in want.items():
             here = rest.pop(key)
             rest[key] = Traffic(here.calls - one.calls, here.bytes - one.bytes)
