@@ -64,8 +64,9 @@ def rows(ranks: list[dict[str, Any]], experts: int, theory: float) -> list[str]:
     """Lines of the table, one for each side."""
     cpu = {side: [sum(parts) for parts in zip(*(r[side]["cpu"] for r in ranks), strict=True)] for side in ranks[0]}
     own = statistics.mean(r["parallax"]["kept"] for r in ranks)
+    seconds = ranks[0]["parallax"]["seconds"]
     return [
-        f"| {experts} | {side} | {spread(found['seconds'])} | {ratio(ranks[0]['parallax']['seconds'], found['seconds'])} "
+        f"| {experts} | {side} | {spread(found['seconds'])} | {ratio(seconds, found['seconds'])} "
         f"| {ratio(cpu['parallax'], cpu[side])} | {sum(r[side]['bytes'] for r in ranks) / theory:.2f} "
         f"| {statistics.mean(r[side]['kept'] for r in ranks) / own:.2f} |"
         for side, found in ranks[0].items()
