@@ -25,7 +25,7 @@ MPIRUN_FLAGS ?= $(if $(filter 0,$(shell id -u)),--allow-run-as-root) --map-by sl
 	--mca pml ob1 --mca btl self,sm,tcp
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test lint bench models clean
+.PHONY: help install train sweep test lint bench models clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -56,6 +56,9 @@ torch:
 
 train: $(STAMP) ## train a small Llama on N=8 processes under mpirun
 	$(BIN)/mpirun $(MPIRUN_FLAGS) -n $(N) $(BIN)/python examples/train_llama.py $(ARGS)
+
+sweep: $(STAMP) ## time every layout of 8 processes, e.g. make sweep ARGS="model=llama_tiny,gpt2_tiny"
+	$(BIN)/python examples/train_llama.py -m +sweep=layouts_8 $(ARGS)
 
 test: $(STAMP) ## run the test suite
 	$(BIN)/python -m pytest --durations=10 $(TESTS)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from io import BytesIO
-from pathlib import Path
 from typing import Any
 
 from parallax.plugins.sweep.results import Run, axes_of
@@ -124,11 +123,6 @@ def png(figure: Any) -> bytes:
     out = BytesIO()
     figure.savefig(out, format="png", dpi=130)
     return out.getvalue()
-
-
-def save(figure: Any, path: Path) -> None:
-    """Write `figure` as PNG."""
-    path.write_bytes(png(figure))
 
 
 def _name_points(ax: Any, points: Sequence[tuple[float, float, str]]) -> None:

@@ -29,10 +29,9 @@ from parallax.plugins.sweep.job import Program, job_command
 from parallax.plugins.sweep.page import write_page
 from parallax.plugins.sweep.places import Places
 from parallax.plugins.sweep.progress import Progress
+from parallax.plugins.sweep.results import MORE_IS_BETTER
 from parallax.plugins.sweep.runner import Runner
 from parallax.plugins.sweep.space import space
-
-MORE_IS_BETTER = ("tokens_per_s",)
 
 
 @dataclass(frozen=True)
