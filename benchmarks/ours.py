@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
-from work import Work, build, global_batch, loss_fn, mean_over_ranks, optimizer
+from work import Cost, Work, build, global_batch, loss_fn, mean_over_ranks, optimizer, over_ranks
 
 import parallax
 
@@ -43,12 +43,16 @@ class Lit(L.LightningModule):
 
 
 class Stopwatch(L.Callback):
-    """Seconds of each step after `warmup`, and the logged losses of all of them."""
+    """Seconds of each step after `warmup`, the logged losses of all of them, and what they cost."""
 
     def __init__(self, warmup: int) -> None:
         self.warmup, self.last = warmup, 0.0
+        self.cost, self.spent = Cost(), {"memory": [0.0], "cpu": 0.0}
         self.seconds: list[float] = []
         self.losses: list[float] = []
+
+    def on_train_start(self, *_: Any) -> None:
+        self.cost.start()
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         self.losses.append(float(trainer.callback_metrics["loss"]))
@@ -58,11 +62,14 @@ class Stopwatch(L.Callback):
         self.last = now
 
     def on_train_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self.spent = over_ranks(self.cost.stop())
         self.losses = mean_over_ranks(self.losses)
 
 
-def run_trainer(kind: str, work: Work, world: int, warmup: int, steps: int) -> tuple[list[float], list[float], bool]:
-    """Train; `kind` is "lightning-ddp" or "parallax:<layout>". Returns seconds, losses, and whether this is rank 0."""
+def run_trainer(
+    kind: str, work: Work, world: int, warmup: int, steps: int
+) -> tuple[list[float], list[float], Any, bool]:
+    """Train; `kind` is "lightning-ddp" or "parallax:<layout>". Seconds, losses, cost, and whether this is rank 0."""
     if kind == "lightning-ddp":
         strategy: Any = DDPStrategy(process_group_backend="gloo")
     else:
@@ -81,4 +88,4 @@ def run_trainer(kind: str, work: Work, world: int, warmup: int, steps: int) -> t
         enable_model_summary=False,
     )
     trainer.fit(Lit(work, warmup + steps))
-    return watch.seconds, watch.losses, trainer.is_global_zero
+    return watch.seconds, watch.losses, watch.spent, trainer.is_global_zero

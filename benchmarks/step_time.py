@@ -26,6 +26,8 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 MARK = "RESULT "
 
+SIZES = {"layers": 4, "dim": 256, "seq": 128, "batch": 8, "microbatches": 4}
+
 # name: (processes, peer, Parallax's side)
 COMPARISONS = {
     "single": (1, "torch", "parallax:dp1"),
@@ -39,18 +41,34 @@ COMPARISONS = {
 }
 
 
-def run_side(side: str, world: int, options: argparse.Namespace) -> dict[str, list[float]]:
-    """One side's seconds and losses.
+def run_side(side: str, world: int, options: argparse.Namespace) -> dict[str, Any]:
+    """One side's seconds, losses, memory and processor seconds.
 
     Raises:
         RuntimeError: it failed or ran out of time; with the end of its output.
     """
-    launch = [] if world == 1 else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
-    sizes = json.dumps({"layers": options.layers, "dim": options.dim, "seq": options.seq, "batch": options.batch})
-    command = [sys.executable, *launch, str(HERE / "worker.py"), side, str(options.warmup), str(options.steps), sizes]
+    sizes = json.dumps({name: getattr(options, name) for name in SIZES})
+    found: dict[str, Any] = launch(
+        [str(HERE / "worker.py"), side, str(options.warmup), str(options.steps), sizes], world, options
+    )
+    return found
+
+
+def launch(worker: list[str], world: int, options: argparse.Namespace) -> Any:
+    """What rank 0 of a worker script printed behind `MARK`.
+
+    Raises:
+        RuntimeError: it failed or ran out of time; with the end of its output.
+    """
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)] if world > 1 else []
     env = os.environ | {"OMP_NUM_THREADS": str(options.threads), "DS_ACCELERATOR": "cpu"}
     process = subprocess.Popen(
-        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        [sys.executable, *torchrun, *worker],
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
     )
     try:
         output, _ = process.communicate(timeout=options.limit)
@@ -62,7 +80,7 @@ def run_side(side: str, world: int, options: argparse.Namespace) -> dict[str, li
             return json.loads(line.removeprefix(MARK))
     if world > 1:  # torchrun adds a traceback of its own, which says nothing
         output = output.rpartition("Traceback (most recent call last)")[0] or output
-    raise RuntimeError(f"{side} on {world} process(es) gave no result:\n{output[-3000:]}")
+    raise RuntimeError(f"{worker} on {world} process(es) gave no result:\n{output[-3000:]}")
 
 
 def spread(values: list[float]) -> str:
@@ -71,9 +89,15 @@ def spread(values: list[float]) -> str:
     return f"{middle * 1e3:.0f} ({low * 1e3:.0f}-{high * 1e3:.0f})"
 
 
-def compare(name: str, options: argparse.Namespace) -> dict[str, Any]:
-    """All rounds of one comparison: raw seconds of both sides, the ratio of each round, the largest loss difference."""
-    world, peer, ours = COMPARISONS[name]
+def compare(name: str, sides: tuple[int, str, str], options: argparse.Namespace) -> dict[str, Any]:
+    """All rounds of one comparison: raw seconds of both sides, the ratio of each round, the largest loss difference.
+
+    Args:
+        name: of the comparison.
+        sides: processes, the peer, Parallax's side.
+        options: sizes, rounds, steps.
+    """
+    world, peer, ours = sides
     rounds = []
     for at in range(options.rounds):
         order = (peer, ours) if at % 2 == 0 else (ours, peer)
@@ -89,6 +113,10 @@ def compare(name: str, options: argparse.Namespace) -> dict[str, Any]:
         "parallax_seconds": [o["seconds"] for _, o in rounds],
         "ratios": [statistics.median(o["seconds"]) / statistics.median(p["seconds"]) for p, o in rounds],
         "loss_gap": max(gaps),
+        "peer_memory": [p["memory"] for p, _ in rounds],
+        "parallax_memory": [o["memory"] for _, o in rounds],
+        "peer_cpu": [p["cpu"] for p, _ in rounds],
+        "parallax_cpu": [o["cpu"] for _, o in rounds],
     }
 
 
@@ -113,7 +141,7 @@ def main() -> int:
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--threads", type=int, default=1, help="threads of a process")
     parser.add_argument("--limit", type=float, default=240, help="seconds one side may take")
-    for size, default in (("layers", 4), ("dim", 256), ("seq", 128), ("batch", 8)):
+    for size, default in SIZES.items():
         parser.add_argument(f"--{size}", type=int, default=default)
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/<date>-step_time.json")
     options = parser.parse_args()
@@ -123,7 +151,7 @@ def main() -> int:
     print("|---|---|---|---|---|---|---|", flush=True)
     results = []
     for name in options.only:
-        results.append(compare(name, options))
+        results.append(compare(name, COMPARISONS[name], options))
         print(row(results[-1]), flush=True)
     if options.save:
         path = HERE / "results" / f"{date.today()}-step_time.json"

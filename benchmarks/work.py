@@ -6,10 +6,14 @@ splitting it over processes (`peers.py`, `ours.py`).
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import time
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -160,3 +164,35 @@ def measure(step: Callable[[], float | None], warmup: int, steps: int) -> tuple[
         if loss is not None:
             losses.append(loss)
     return seconds, losses
+
+
+class Cost:
+    """Peak memory and processor seconds of this process, from `start` on.
+
+    Memory is what the steps need on top of the model: activations, gradients, optimizer state, buffers. MiB.
+    """
+
+    def start(self) -> None:
+        gc.collect()
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+        self._before, self._cpu = _status("VmRSS"), time.process_time()
+
+    def stop(self) -> tuple[float, float]:
+        return _status("VmHWM") - self._before, time.process_time() - self._cpu
+
+
+def _status(key: str) -> float:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(key):
+            return int(line.split()[1]) / 1024
+    return 0.0
+
+
+def over_ranks(cost: tuple[float, float]) -> dict[str, Any]:
+    """Memory of each rank, processor seconds of all. Collective."""
+    everyone: list[tuple[float, float]] = [cost]
+    if dist.is_initialized():
+        everyone = [cost] * dist.get_world_size()
+        dist.all_gather_object(everyone, cost)
+    return {"memory": [memory for memory, _ in everyone], "cpu": sum(cpu for _, cpu in everyone)}

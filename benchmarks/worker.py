@@ -13,7 +13,8 @@ from dataclasses import fields
 
 import torch.distributed as dist
 from peers import PEERS
-from work import Work, mean_over_ranks, measure
+from peers_pipeline import PIPELINES
+from work import Cost, Work, mean_over_ranks, measure, over_ranks
 
 MARK = "RESULT "
 
@@ -23,16 +24,21 @@ def main(side: str, warmup: int, steps: int, sizes: dict[str, int]) -> None:
     warnings.filterwarnings("ignore")
     work = Work(**{field.name: sizes[field.name] for field in fields(Work) if field.name in sizes})
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    if side in PEERS:
-        seconds, losses = measure(PEERS[side](work), warmup, steps)
+    peers = PEERS | PIPELINES
+    cost = Cost()
+    if side in peers:
+        step = peers[side](work)
+        cost.start()
+        seconds, losses = measure(step, warmup, steps)
+        spent = over_ranks(cost.stop())
         losses = mean_over_ranks(losses)
         speaks = world == 1 or dist.get_rank() == 0
     else:
         from ours import run_trainer
 
-        seconds, losses, speaks = run_trainer(side, work, world, warmup, steps)
+        seconds, losses, spent, speaks = run_trainer(side, work, world, warmup, steps)
     if speaks:
-        print(MARK + json.dumps({"seconds": seconds, "losses": losses}), flush=True)
+        print(MARK + json.dumps({"seconds": seconds, "losses": losses, **spent}), flush=True)
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
