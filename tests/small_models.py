@@ -143,14 +143,16 @@ def token_ids() -> Tensor:
 def plan_of(model_type: str) -> str:
     """Whose tensor-parallel plan the architecture has: transformers', ours, both, or nobody's ("")."""
     from transformers import AutoConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     from parallax.plugins.tensor.known import KNOWN_PLANS
 
+    configs: list[Any] = [CONFIG_MAPPING[model_type]]
     try:
         config = AutoConfig.for_model(model_type)
-        text = config.get_text_config()
-    except ValueError:  # no default config, or several parts that could be the text's
-        return ""
-    carried = any(getattr(c, "base_model_tp_plan", None) for c in (config, text))
-    known = {config.model_type, text.model_type} & KNOWN_PLANS.keys()
+        configs = [config, config.get_text_config()]
+    except Exception:  # no valid default, or several parts that could be the text's: the class says what it can
+        pass
+    carried = any(getattr(c, "base_model_tp_plan", None) for c in configs)
+    known = {c.model_type for c in configs} & KNOWN_PLANS.keys()
     return ", ".join(["transformers"] * carried + ["ours"] * bool(known))
