@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.overrides import _get_current_function_mode
 
 from parallax.plugins.tensor.functions import copy_to_region
 from parallax.plugins.tensor.overlap import Gathering, follow_gathered, lead, lead_gathered
@@ -43,6 +44,14 @@ def is_autocast(x: Tensor) -> bool:
 def autocast_dtype(x: Tensor) -> torch.dtype:
     """The dtype a product with `x` runs in under the current autocast state."""
     return torch.get_autocast_dtype(x.device.type) if x.dtype is torch.float32 and is_autocast(x) else x.dtype
+
+
+def _products_are_watched() -> bool:
+    """Whether a mode looks at every product, as the pipeline does to postpone weight gradients.
+
+    It must find them as they are; there is no gradient of a weight then that a collective could overlap with.
+    """
+    return _get_current_function_mode() is not None
 
 
 class SharedInput:
@@ -80,6 +89,8 @@ class SharedInput:
 
     def linear(self, x: Tensor, member: int, weight: Tensor, bias: Tensor | None) -> Tensor:
         """x W^T + b of layer number `member` of the block; `weight` is [out, in]."""
+        if _products_are_watched():
+            return F.linear(self.enter(x, member), weight, bias)
         source = gathered_from(x)
         if not (torch.is_grad_enabled() and x.requires_grad) or (self.inside and source is None):
             return F.linear(x, weight, bias)

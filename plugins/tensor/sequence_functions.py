@@ -143,17 +143,14 @@ class _GatherToRegion(Function):
 class _ScatterFromRegion(Function):
     @staticmethod
     def forward(ctx: Any, partial: Tensor, tokens: Tokens, comm: AxisComm, space: Workspace) -> Tensor:
-        ctx.tokens, ctx.comm, ctx.space = tokens, comm, space
+        ctx.tokens, ctx.comm = tokens, comm
         return reduced_shard(padded_rows(partial, tokens, space), tokens, comm)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        # A reused buffer is safe here: the only reader is the product made right before this node, and the engine
-        # runs it next, because no node was made in between.
-        rows = ctx.space.take("gradient", (ctx.tokens.padded, grad.shape[-1]), grad)
-        ctx.comm.all_gather_into(rows, grad)
-        return unpadded(rows, ctx.tokens), None, None, None
+        # New memory: a postponed weight gradient may keep it (see `plugins/pipeline/backward.py`).
+        return unpadded(all_rows(grad, ctx.tokens, ctx.comm), ctx.tokens), None, None, None
 
 
 def cut(whole: Tensor, tokens: Tokens, comm: AxisComm) -> Tensor:
