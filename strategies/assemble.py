@@ -16,6 +16,7 @@ from torch import nn
 
 from parallax.plugins import registry
 from parallax.plugins.base import ParallelPlugin, ParamShard
+from parallax.strategies import recompute
 from parallax.strategies.deferred import Recording
 from parallax.strategies.fingerprint import fingerprint
 from parallax.strategies.layout import Layout
@@ -131,6 +132,7 @@ def assemble(
             plugin.apply(module, mesh=mesh, layout=mesh.layout)
         for plugin in plugins:
             plugin.finish(module)
+        recompute.apply(mesh.layout, module)
         if recording is not None:
             materialize(module, recording, shard_of=shard_lookup(plugins), seed=seed, device=device)
         precision.convert_module(module)

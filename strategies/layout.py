@@ -21,6 +21,7 @@ from parallax.strategies.layout_nearest import nearest_layouts
 from parallax.strategies.layout_words import (
     BOOL_FIELDS,
     GROUP_OF_FIELD,
+    RECOMPUTE,
     SHARDINGS,
     SHORT,
     TEXT_FIELDS,
@@ -90,6 +91,10 @@ class Layout:
     sequence_parallel: bool | None = None
     """Whether norms, dropouts and residuals, too, work on a share of the tokens on each tensor-parallel rank (`sp1`,
     `sp0`; Korthikanti et al. 2022). Default None: when `tensor_parallel_size` > 1 and the model's plan allows."""
+
+    recompute: str = "none"
+    """Activations that are computed again in backward: "none", "full" (all of each layer) or "selective" (the scores of
+    attention; Korthikanti et al. 2022). Default "none": what the model itself does."""
 
     def __post_init__(self) -> None:
         self.validate()
@@ -265,6 +270,7 @@ class Layout:
             f"{axis}{size}" for axis in ("tp", "pp", "cp", "ep", "dp") if (size := getattr(self, SHORT[axis]) or 1) > 1
         ]
         parts += [f"sp{int(self.sequence_parallel)}"] if self.sequence_parallel is not None else []
+        parts += [self.recompute] if self.recompute != type(self).recompute else []
         parts += [f"inner{self.context_inner_size}"] if self.context_inner_size > 1 else []
         parts += [self.context_method] if self.context_method != "auto" else []
         parts += [self.context_sharding] if self.context_sharding != type(self).context_sharding else []
@@ -283,12 +289,15 @@ def _names(field: str) -> list[str]:
 
     if field == "context_sharding":
         return list(SHARDINGS)
+    if field == "recompute":
+        return list(RECOMPUTE)
     names = registry.names(GROUP_OF_FIELD[field])
     return names if field == "schedule" else ["auto", *names]
 
 
 def _words() -> dict[str, str]:
-    return unique_words({field: [name for name in _names(field) if name != "auto"] for field in TEXT_FIELDS})
+    defaults = ("auto", "none")
+    return unique_words({field: [name for name in _names(field) if name not in defaults] for field in TEXT_FIELDS})
 
 
 def _read_any(source: Any) -> dict[str, Any]:

@@ -46,7 +46,10 @@ GROUP_OF_FIELD: Mapping[str, str] = MappingProxyType(
 SHARDINGS = ("zigzag", "contiguous")
 """Values of `context_sharding`."""
 
-TEXT_FIELDS = (*GROUP_OF_FIELD, "context_sharding")
+RECOMPUTE = ("none", "full", "selective")
+"""Values of `recompute`."""
+
+TEXT_FIELDS = (*GROUP_OF_FIELD, "context_sharding", "recompute")
 """Fields whose value is a name; in a string the bare name is enough."""
 
 BOOL_FIELDS = ("sequence_parallel",)

@@ -26,7 +26,7 @@ from parallax.plugins.launch.order import OrderOptions
 from parallax.plugins.pipeline import PipelineParallel
 from parallax.plugins.pipeline.catalog import Schedule, find_schedule, name_of
 from parallax.plugins.pipeline.partition import Asked
-from parallax.strategies import callbacks, checkpoint, refusals
+from parallax.strategies import callbacks, checkpoint, recompute, refusals
 from parallax.strategies.announce import announce, summarize_sharded
 from parallax.strategies.assemble import assemble, averaged_lookup, make_plugins, owned_lookup, shard_lookup
 from parallax.strategies.deferred import Recording, deferred_init
@@ -221,6 +221,7 @@ class ParallaxStrategy(ProcessStrategy):
                 callbacks.check(trainer.callbacks, self.lightning_module, zero_stage=zero, resumes=resumes)
             for plugin in self._plugins if fresh else ():
                 plugin.check(self.mesh.layout, self.lightning_module)
+            recompute.check(self.mesh.layout, self.lightning_module)
         if fresh:
             assemble(
                 self.lightning_module,

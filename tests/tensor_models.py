@@ -153,22 +153,25 @@ class Modular(nn.Module):
 PLAIN: dict[str, type[nn.Module]] = {"plain": Plain, "modular": Modular}
 
 
-def build(name: str) -> nn.Module:
-    """A model by name, in evaluation-free training mode without dropout, fp64, all parameters random."""
+def build(name: str, layers: int = 2, positions: int = 16) -> nn.Module:
+    """A model by name, in evaluation-free training mode without dropout, fp64, all parameters random.
+
+    `layers` and `positions` are those of Hugging Face models.
+    """
     torch.manual_seed(1)
-    model = PLAIN[name]() if name in PLAIN else _hf(name)
+    model = PLAIN[name]() if name in PLAIN else _hf(name, layers, positions)
     generator = torch.Generator().manual_seed(2)
     for param in model.parameters():  # biases and norms too: zeros and ones would hide mistakes
         param.data = param.data.double() + 0.1 * torch.randn(param.shape, generator=generator, dtype=torch.float64)
     return model.double().train()
 
 
-def _hf(name: str) -> nn.Module:
+def _hf(name: str, layers: int, positions: int) -> nn.Module:
     from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, LlamaConfig, Olmo2Config, Qwen3Config
 
     if name.startswith("gpt2"):
         config = GPT2Config(
-            vocab_size=VOCAB, n_embd=HIDDEN, n_head=4, n_layer=2, n_positions=16,
+            vocab_size=VOCAB, n_embd=HIDDEN, n_head=4, n_layer=layers, n_positions=positions,
             resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=1, eos_token_id=2,
         )  # fmt: skip
     else:
@@ -176,8 +179,8 @@ def _hf(name: str) -> nn.Module:
             name.split("-")[0]
         ]
         config = family(
-            vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=64, num_hidden_layers=2, num_attention_heads=8,
-            num_key_value_heads=4, head_dim=4, max_position_embeddings=16, attention_bias="bias" in name,
+            vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=8,
+            num_key_value_heads=4, head_dim=4, max_position_embeddings=positions, attention_bias="bias" in name,
             mlp_bias="bias" in name, tie_word_embeddings="tied" in name or "gemma" in name, pad_token_id=60,
             bos_token_id=1, eos_token_id=2,
         )  # fmt: skip
