@@ -4,8 +4,8 @@
     python benchmarks/tensor.py --ranks 2 --rounds 5
     python benchmarks/tensor.py --save                     # also benchmarks/results/<date>-tensor.json
 
-Every side trains the same decoder (RMS norms, rotary positions, gated MLP, no biases, untied head) from the same weights
-on the same batch with AdamW; losses must agree, or the numbers mean nothing. Parallax runs under Lightning's Trainer,
+Every side trains the same decoder (RMS norms, rotary positions, gated MLP, no biases, untied head) from the same
+weights on the same batch with AdamW; losses must agree, or the numbers mean nothing. Parallax runs under Lightning's Trainer,
 the peers in a bare loop. Megatron-core's attention without Transformer Engine is unfused, so Parallax runs twice: with
 the same unfused attention for the comparison with Megatron, and with torch's fused one for that with DTensor.
 

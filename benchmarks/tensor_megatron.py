@@ -1,7 +1,7 @@
 """Megatron-core's side of `tensor.py`: its GPTModel by the local spec, on CPU with gloo, with the decoder's weights.
 
-Megatron-core asks torch.cuda for its device in many places. What is replaced here answers "cpu" there; of Megatron's own
-only the random-number tracker is, which needs CUDA generators and has nothing to do without dropout.
+Megatron-core asks torch.cuda for its device in many places. What is replaced here answers "cpu" there; of Megatron's
+own only the random-number tracker is, which needs CUDA generators and has nothing to do without dropout.
 """
 
 from __future__ import annotations
@@ -121,7 +121,8 @@ def _copy_weights(model: Any, work: Work) -> None:
         model.output_layer.weight.copy_(mine(own["head.weight"]))
         for i, layer in enumerate(model.decoder.layers):
             attn, mlp = f"blocks.{i}.attn", f"blocks.{i}.mlp"
-            heads = [mine(own[f"{attn}.{n}.weight"]).unflatten(0, (-1, work.dim // work.heads)) for n in ("q", "k", "v")]
+            each = (-1, work.dim // work.heads)
+            heads = [mine(own[f"{attn}.{n}.weight"]).unflatten(0, each) for n in ("q", "k", "v")]
             layer.self_attention.linear_qkv.weight.copy_(torch.cat(heads, 1).flatten(0, 1))
             layer.self_attention.linear_proj.weight.copy_(mine(own[f"{attn}.o.weight"], 1))
             layer.mlp.linear_fc1.weight.copy_(torch.cat([mine(own[f"{mlp}.{n}.weight"]) for n in ("gate", "up")]))
