@@ -5,9 +5,9 @@
     python benchmarks/tensor.py --save                     # also benchmarks/results/<date>-tensor.json
 
 Every side trains the same decoder (RMS norms, rotary positions, gated MLP, no biases, untied head) from the same
-weights on the same batch with AdamW; losses must agree, or the numbers mean nothing. Parallax runs under Lightning's Trainer,
-the peers in a bare loop. Megatron-core's attention without Transformer Engine is unfused, so Parallax runs twice: with
-the same unfused attention for the comparison with Megatron, and with torch's fused one for that with DTensor.
+weights on the same batch with AdamW; losses must agree, or the numbers mean nothing. Parallax runs under Lightning's
+Trainer, the peers in a bare loop. Megatron-core's attention without Transformer Engine is unfused, so Parallax runs
+twice: with the same unfused attention for the comparison with Megatron, with torch's fused one for that with DTensor.
 
 Sides run in turn, in rounds. A ratio is Parallax over peer: the median over rounds of the ratio of medians, with its
 extremes; *CPU* is of processor seconds of all ranks, which on a busy machine say more than the clock. *kept* is what
