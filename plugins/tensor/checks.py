@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from parallax.plugins.tensor.attributes import read_size
-from parallax.plugins.tensor.heads import has_shared_heads, head_count, rotary_width, shared_heads
+from parallax.plugins.tensor.heads import has_shared_heads, head_count, query_heads, rotary_width, shared_heads
 from parallax.plugins.tensor.plans import hf_models
 from parallax.plugins.tensor.shards import cut_of
 from parallax.plugins.tensor.styles import CUTTING, Kind
@@ -118,6 +118,10 @@ def _sizes(model: nn.Module, target: Target, config: Any) -> Iterator[Condition]
     if (heads := shared_heads(model, target)) is not None:
         known = getattr(config, "num_key_value_heads", None) == heads
         yield Condition("num_key_value_heads" if known else f"heads of {where}", heads, is_heads=True, shares=True)
+        return
+    if (queries := query_heads(model, target)) is not None:
+        known = getattr(config, "num_attention_heads", None) == queries
+        yield Condition("num_attention_heads" if known else f"heads of {where}", queries, is_heads=True)
         return
     cut = cut_of(target.fqn, target.module, target.style)
     if target.style.pads:

@@ -21,6 +21,7 @@ from parallax.plugins.tensor.shards import cut_of
 from parallax.plugins.tensor.styles import Kind
 from parallax.plugins.tensor.target import Target
 
+_QUERY = re.compile(r"(?:^|.*_)(?:q|query)(?:_proj|_lin)?")
 _KEY_VALUE = re.compile(r"(?:^|.*_)(?:k|v|key|value)(?:_proj|_lin)?")
 
 
@@ -30,6 +31,19 @@ def shared_heads(model: nn.Module, target: Target) -> int | None:
     if style.kind is not Kind.COLUMN or style.whole_outside or len(style.blocks) > 1 or target.part:
         return None
     if not _KEY_VALUE.fullmatch(target.name):
+        return None
+    width, owner = cut_of(target.fqn, target.module, style).size, model.get_submodule(target.block)
+    each = getattr(owner, "head_dim", None)
+    return width // each if isinstance(each, int) and each > 0 and width % each == 0 else None
+
+
+def query_heads(model: nn.Module, target: Target) -> int | None:
+    """Number of heads of a query projection that stands by itself and whose module says their width; else None.
+
+    Ranks share key-value heads, never query heads.
+    """
+    style = target.style
+    if style.kind is not Kind.COLUMN or style.whole_outside or target.part or not _QUERY.fullmatch(target.name):
         return None
     width, owner = cut_of(target.fqn, target.module, style).size, model.get_submodule(target.block)
     each = getattr(owner, "head_dim", None)

@@ -279,7 +279,6 @@ CASES: Mapping[str, Case] = {
     "option": Case("", strategy={"num_microbatch": 4}),
     "schedule": Case("pp2 schedule=1f1c"),
     "data_engine": Case("data_engine=depspeed"),
-    "no_plugin": Case("cp2"),
     "precision": Case(strategy={"precision": "16-true"}),
     # models
     "heads": Case("tp4", module=lambda: LitLlama(num_attention_heads=6, num_key_value_heads=2)),

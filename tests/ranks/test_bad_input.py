@@ -27,14 +27,11 @@ EXPECTED: Mapping[str, str] = {
     "option": "unknown layout key 'num_microbatch'; did you mean 'num_microbatches'? Valid: ",
     "schedule": "unknown schedule '1f1c'; did you mean '1f1b'? Valid: 1f1b, dualpipe_v, gpipe, ",
     "data_engine": "unknown data engine 'depspeed'; did you mean 'deepspeed'? Valid: auto, ddp, deepspeed",
-    "no_plugin": "the layout cp2 dp2 uses axis cp=2, but no installed plugin serves it (installed: pipeline, tensor); "
-    "set it to 1 or install a plugin for it",
     "precision": "precision='16-true' is not supported; use one of 32-true, bf16-mixed, 16-mixed, bf16-true, 64-true",
-    "heads": "num_attention_heads=6, num_key_value_heads=2 are not divisible by tensor_parallel_size=4; valid sizes "
-    "for this model: 1, 2",
+    "heads": "num_attention_heads=6 is not divisible by tensor_parallel_size=4; valid sizes for this model: 1, 2",
     "kv_heads": "num_key_value_heads=6 is not divisible by tensor_parallel_size=4; valid sizes for this model: 1, 2",
-    "hidden": "model.layers.*.q.out_features=30, model.layers.*.k.out_features=30, model.layers.*.v.out_features=30, "
-    "model.layers.*.out.in_features=30 are not divisible by tensor_parallel_size=4; valid sizes for this model: 1, 2",
+    "hidden": "heads of model.layers.*.q=2 is not divisible by tensor_parallel_size=4; valid sizes for this model: "
+    "1, 2",
     "intermediate": "model.model.layers.*.mlp.down_proj.in_features (intermediate_size)=66 are not divisible by "
     "tensor_parallel_size=4; valid sizes for this model: 1, 2",
     "layers": "pipeline_parallel_size=4 needs at least 4 layers, but 'model.layers' has 2; use pipeline_parallel_size "

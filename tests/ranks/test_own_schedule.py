@@ -78,12 +78,13 @@ def test_a_users_schedule_trains_as_one_process_and_runs_as_written(tmp_path: Pa
     for ends, starts in zip(trace.ends, trace.starts, strict=True):
         assert all(end >= start for start, end in zip(starts, ends, strict=True))
         assert all(start >= end for start, end in zip(starts[1:], ends, strict=False))
-    # Nothing starts before what it needs has ended, and no step is shorter than its longest rank's work.
-    ended = {a: end for rank in trace.ranks() for a, _, end in rank}
+    # Nothing starts before what it needs has begun (a result is handed on within its action, so a receiver may start a
+    # moment before the sender's action ends), and no step is shorter than its longest rank's work.
+    begun = {a: start for rank in trace.ranks() for a, start, _ in rank}
     for rank in trace.ranks():
         for action, start, _ in rank:
             source = Action(action.kind, action.microbatch, action.stage + (-1 if action.kind == "F" else 1))
-            assert action.kind == "W" or start >= ended.get(source, start)
+            assert action.kind == "W" or start >= begun.get(source, start)
     assert measured.measured.makespan >= max(measured.measured.busy)
     assert path.with_suffix(".html").read_text().count("<svg") == 2
     assert json.loads(path.with_suffix(".json").read_text())["unit"] == "s"
