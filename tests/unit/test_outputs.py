@@ -108,7 +108,7 @@ def test_lists_grow_as_if_the_batch_had_run_whole() -> None:
         holder.outputs.append(part.mean())
         holder.by_loader.setdefault(1, []).append(part)
         holder.nested[1].append(part[:, 0])
-        kept.stop(i)
+        kept.stop(i, lambda entries: entries)
     kept.replay(kept.appended(torch.ones(3), 2))
     assert holder.outputs == [0, ROWS.mean()]
     assert len(holder.by_loader[1]) == 1 and torch.equal(holder.by_loader[1][0], ROWS)
