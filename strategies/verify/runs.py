@@ -44,7 +44,6 @@ class Settings:
         clip: gradient_clip_val; below the norm of most models, so that a wrong norm changes weights.
         seed: of everything.
         shrink: build the architecture small.
-        dropout: leave dropout on; it is switched off otherwise.
         options: further arguments of ParallaxStrategy.
         prepare: called on each rank of the layout first; a test plants its faults here.
     """
@@ -55,7 +54,6 @@ class Settings:
     clip: float = 0.1
     seed: int = 0
     shrink: bool = False
-    dropout: bool = False
     options: dict[str, Any] = field(default_factory=dict)
     prepare: Callable[[], None] | None = None
 
@@ -173,7 +171,7 @@ def _prepared(settings: Settings) -> Iterator[None]:
 
 
 def _trainer(settings: Settings, observer: Observer, **options: Any) -> Trainer:
-    callbacks: list[Any] = [observer] if settings.dropout else [_NoDropout(), observer]
+    callbacks: list[Any] = [_NoDropout(), observer]
     return Trainer(
         accelerator="cpu",
         precision=PRECISION[settings.dtype],  # type: ignore[arg-type]
