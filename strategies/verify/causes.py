@@ -13,6 +13,8 @@ from math import sqrt
 import torch
 from torch import Tensor
 
+LOSS = "no constant factor: other samples, labels shifted by one, a wrong mask or position, or stale values"
+
 
 @dataclass(frozen=True)
 class Clue:
@@ -44,7 +46,7 @@ def likely_cause(clue: Clue) -> str:
     if clue.got.dim() > 0 and (moved := _moved(clue.got, clue.want)) is not None:
         return moved
     if clue.what == "loss":
-        return "no constant factor: other samples, labels shifted by one more or less, or a wrong mask or position"
+        return LOSS
     if clue.what in ("weight", "moment"):
         return "gradients and norm were right: the update itself (run twice, on stale states, or with other settings)"
     return (
@@ -81,6 +83,8 @@ def _by_ratio(ratio: float, clue: Clue) -> str:
                 return text
     if clue.what == "norm":
         return f"off by a factor of {ratio:.4g}: parameters left out of the norm (another stage's?) or counted twice"
+    if clue.what == "loss":  # one number is always a factor of another
+        return LOSS
     return f"off by a constant factor of {ratio:.4g}: a loss weight missing or applied twice"
 
 

@@ -152,7 +152,8 @@ class Runs:
 @pytest.fixture(scope="session")
 def runs(request: pytest.FixtureRequest) -> Runs:
     chosen = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
-    wanted = list(dict.fromkeys((params["case"], params["dtype"]) for params in chosen if "case" in params))
+    ours = [params for params in chosen if isinstance(params.get("case"), Case)]
+    wanted = list(dict.fromkeys((params["case"], params["dtype"]) for params in ours))
     return Runs(wanted, together=not request.config.getoption("--all-layouts"))
 
 
