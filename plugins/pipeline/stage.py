@@ -125,6 +125,7 @@ def place(module: nn.Module, index: int, state: StageState, before: Foreign, aft
 
     While another stage of the rank runs, it behaves as the stub that other stage would have in its place: `before` when
     it comes before that stage's layers, else `after`. The last layer of its stage hands its output to the executor.
+    A module that must see what it would have been called with has a `passed_by(args, kwargs)`.
 
     Args:
         module: a layer, or a module before or after the layers.
@@ -137,6 +138,8 @@ def place(module: nn.Module, index: int, state: StageState, before: Foreign, aft
         if not state.running:
             return cls.__call__(self, *args, **kwargs)
         if not state.lo <= index < state.hi:
+            if (passed_by := getattr(self, "passed_by", None)) is not None:
+                passed_by(args, kwargs)
             return (before if index < state.lo else after)(*args, **kwargs)
         output = cls.__call__(self, *args, **kwargs)
         if index == state.hi - 1 and not state.is_last:

@@ -185,6 +185,8 @@ def _become_layer(layer: nn.Module, sequence: Sequence, *, first: bool, last: bo
             return cls.forward(self, *args, **kwargs)
 
     swap(layer, __call__=call, forward=forward)
+    if first:  # while another stage of this rank runs, the layer is only passed by, and the shape is still to be seen
+        layer.__dict__["passed_by"] = lambda args, kwargs: sequence.begin(hidden_states(args, kwargs)[1])
 
 
 def _become_foreign_entry(layer: nn.Module, sequence: Sequence) -> None:
