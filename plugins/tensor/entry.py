@@ -21,18 +21,23 @@ from parallax.strategies.comm import AxisComm
 _MARK = "_parallax_gathered"
 
 
+def _version(tensor: Tensor) -> int:
+    """How often `tensor` was changed in place; without a gradient in sight (inference mode) nobody counts."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def mark_gathered(whole: Tensor, shard: Tensor, gathering: Gathering) -> None:
     """Note on `whole` that it was gathered from `shard`."""
-    setattr(whole, _MARK, (shard, gathering))
+    setattr(whole, _MARK, (shard, gathering, _version(whole)))
 
 
 def gathered_from(x: Tensor) -> tuple[Tensor, Gathering] | None:
-    """What `x`, or the tensor that `x` is a view of all of, was gathered from."""
+    """What `x`, or the tensor that `x` is a view of all of, was gathered from; None if it was changed since."""
     whole = x if x._base is None or hasattr(x, _MARK) else x._base
     if x is not whole and (x.shape != whole.shape or x.stride() != whole.stride()):
         return None
-    found: tuple[Tensor, Gathering] | None = getattr(whole, _MARK, None)
-    return found
+    mark: tuple[Tensor, Gathering, int] | None = getattr(whole, _MARK, None)
+    return mark[:2] if mark is not None and mark[2] == _version(whole) else None
 
 
 def is_autocast(x: Tensor) -> bool:
