@@ -7,29 +7,20 @@ YAML, keywords or all of these, and resolved against a number of ranks. It is no
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from math import gcd
-from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError  # type: ignore[import-untyped]
-
 from parallax.strategies.layout_nearest import nearest_layouts
+from parallax.strategies.layout_sources import names_of, read_source, words
 from parallax.strategies.layout_words import (
     BOOL_FIELDS,
-    GROUP_OF_FIELD,
-    RECOMPUTE,
-    SHARDINGS,
     SHORT,
     TEXT_FIELDS,
     is_own_schedule,
     put,
     read_mapping,
     read_text,
-    unique_words,
 )
 from parallax.strategies.names import unknown_name
 
@@ -111,7 +102,7 @@ class Layout:
         Raises:
             ValueError: an unknown token (with the nearest one), one field set to two values, an impossible value.
         """
-        return cls._checked(read_text(text, _words()))
+        return cls._checked(read_text(text, words()))
 
     @classmethod
     def from_any(cls, source: Any = None, **overrides: Any) -> Layout:
@@ -126,7 +117,7 @@ class Layout:
         Raises:
             ValueError: as in `parse`; or no such file, or a `source` of another type.
         """
-        found = _read_any(source)
+        found = read_source(source, cls)
         for field, value in read_mapping(overrides).items():
             put(found, field, value)
         return cls._checked(found)
@@ -137,7 +128,7 @@ class Layout:
         for field in (name for name in TEXT_FIELDS if name in found):
             if field == "schedule" and is_own_schedule(found[field]):
                 continue
-            valid = _names(field)
+            valid = names_of(field)
             if found[field] not in valid:
                 raise unknown_name(field.replace("_", " "), str(found[field]), valid)
         return cls(**found)
@@ -282,69 +273,3 @@ class Layout:
         parts += [f"v{self.stages_per_rank}"] if self.stages_per_rank is not None else []
         parts += [f"mb{self.num_microbatches}"] if pipelined or (self.num_microbatches or 1) > 1 else []
         return " ".join(parts) or ("auto" if self.data_parallel_size is None else "dp1")
-
-
-def _names(field: str) -> list[str]:
-    from parallax.plugins import registry  # plugins are written against layouts: imported when names are looked up
-
-    if field == "context_sharding":
-        return list(SHARDINGS)
-    if field == "recompute":
-        return list(RECOMPUTE)
-    names = registry.names(GROUP_OF_FIELD[field])
-    return names if field == "schedule" else ["auto", *names]
-
-
-def _words() -> dict[str, str]:
-    defaults = ("auto", "none")
-    return unique_words({field: [name for name in _names(field) if name not in defaults] for field in TEXT_FIELDS})
-
-
-def _read_any(source: Any) -> dict[str, Any]:
-    if source is None:
-        return {}
-    if isinstance(source, Layout):
-        return _without_defaults(source.to_dict())
-    if isinstance(source, str) and source.endswith((".yaml", ".yml")):
-        return _read_yaml(Path(source))
-    if isinstance(source, Path):
-        return _read_yaml(source)
-    if isinstance(source, str):
-        return read_text(source, _words())
-    if isinstance(source, DictConfig):
-        return _read_config(source)
-    if isinstance(source, Mapping):
-        return read_mapping(source)
-    raise ValueError(
-        "a layout is made of a string such as 'tp2 pp2', a path to YAML, a mapping or a Layout; "
-        f"got {type(source).__name__}"
-    )
-
-
-def _read_yaml(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise ValueError(f"no layout file {str(path)!r}")
-    try:
-        config = OmegaConf.load(path)
-    except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:
-        raise ValueError(f"layout file {str(path)!r} cannot be read: {error}") from error
-    if not isinstance(config, DictConfig):
-        raise ValueError(f"layout file {str(path)!r} must hold `key: value` lines, e.g. `tp: 2`")
-    return _read_config(config)
-
-
-def _read_config(config: DictConfig) -> dict[str, Any]:
-    structured = OmegaConf.get_type(config) is Layout
-    try:
-        values = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
-    except OmegaConfBaseException as error:
-        raise ValueError(f"the layout configuration is incomplete: {error}") from error
-    assert isinstance(values, dict)
-    found = read_mapping(values)
-    return _without_defaults(found) if structured else found
-
-
-def _without_defaults(found: Mapping[str, Any]) -> dict[str, Any]:
-    """What was chosen: a structured config and a layout carry every field, chosen or not."""
-    defaults = {field.name: field.default for field in fields(Layout)}
-    return {name: value for name, value in found.items() if value != defaults[name]}

@@ -6,10 +6,9 @@ where parallelism is applied (`assemble.py`) or where a step runs (`engine.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,13 +19,13 @@ from torch import nn
 
 from parallax.plugins import registry
 from parallax.plugins.base import ParallelPlugin, ParamShard
-from parallax.plugins.data.base import DataEngine, StepResult
+from parallax.plugins.data.base import DataEngine
 from parallax.plugins.launch import same_on_every_rank
 from parallax.plugins.launch.order import OrderOptions
 from parallax.plugins.pipeline import PipelineParallel
 from parallax.plugins.pipeline.catalog import Schedule, find_schedule, name_of
 from parallax.plugins.pipeline.partition import Asked
-from parallax.strategies import callbacks, checkpoint, recompute, refusals
+from parallax.strategies import callbacks, recompute, refusals
 from parallax.strategies.announce import announce, summarize_sharded
 from parallax.strategies.assemble import assemble, averaged_lookup, make_plugins, owned_lookup, shard_lookup
 from parallax.strategies.deferred import Recording, deferred_init
@@ -34,10 +33,10 @@ from parallax.strategies.engine import Engine
 from parallax.strategies.layout import Layout
 from parallax.strategies.other_lightning import hint
 from parallax.strategies.precision import ParallaxPrecision
-from parallax.strategies.processes import ProcessStrategy
+from parallax.strategies.steps import StepStrategy
 
 
-class ParallaxStrategy(ProcessStrategy):
+class ParallaxStrategy(StepStrategy):
     """Trains a plain LightningModule with tensor, pipeline and data parallelism (ZeRO 0-3).
 
     Args:
@@ -118,28 +117,14 @@ class ParallaxStrategy(ProcessStrategy):
             "ep": {"plan": ep_plan, "balance": expert_balance, "capacity_factor": expert_capacity_factor},
             "cp": {"plan": cp_plan},
         }
-        self._engine: Engine | None = None
         self._recording: Recording | None = None
         self._plugins: list[ParallelPlugin] = []
-        self.last_step: StepResult | None = None
 
     def __repr__(self) -> str:
         """Says whose strategy it is: the Trainer of another package, which refuses it, prints this."""
         return f"<ParallaxStrategy {str(self.requested_layout)!r}, a strategy of lightning.pytorch.Trainer{hint()}>"
 
     # What Lightning asks
-
-    @property
-    def handles_gradient_accumulation(self) -> bool:
-        return False
-
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        return True
-
-    @property
-    def lightning_restore_optimizer(self) -> bool:
-        return True
 
     @property
     def precision_plugin(self) -> Precision:
@@ -149,13 +134,6 @@ class ParallaxStrategy(ProcessStrategy):
     def precision_plugin(self, plugin: Precision | None) -> None:
         with same_on_every_rank():
             self._precision_plugin = None if plugin is None else ParallaxPrecision.from_lightning(plugin)
-
-    @property
-    def engine(self) -> Engine:
-        """What drives a step (known once the model is set up)."""
-        if self._engine is None:
-            raise RuntimeError("the engine is not known before Trainer.fit (or validate, test, predict) has started")
-        return self._engine
 
     def shard_of(self, fqn: str) -> ParamShard | None:
         """How this rank's tensor of parameter `fqn` sits in the whole one; None when it is whole and counts here."""
@@ -301,74 +279,6 @@ class ParallaxStrategy(ProcessStrategy):
         assert self.lightning_module is not None
         sharded = self.mesh.layout.zero_stage == 3 and bool(self.optimizers)  # only training shards
         return self.lightning_module.trainer.predicting and not sharded
-
-    # Steps
-
-    def training_step(self, batch: Any, *rest: Any) -> Any:
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
-        with self._together("training_step"):
-            return self.engine.train_step(
-                self.lightning_module.training_step,
-                batch,
-                rest,
-                accumulate=trainer.accumulate_grad_batches,
-                last=trainer.is_last_batch and trainer.fit_loop.epoch_loop.batch_idx > 0,
-            )
-
-    def validation_step(self, batch: Any, *rest: Any) -> Any:
-        assert self.lightning_module is not None
-        return self._evaluate(self.lightning_module.validation_step, batch, rest)
-
-    def test_step(self, batch: Any, *rest: Any) -> Any:
-        assert self.lightning_module is not None
-        return self._evaluate(self.lightning_module.test_step, batch, rest)
-
-    def predict_step(self, batch: Any, *rest: Any) -> Any:
-        assert self.lightning_module is not None
-        return self._evaluate(self.lightning_module.predict_step, batch, rest)
-
-    def _evaluate(self, fn: Callable[..., Any], batch: Any, rest: Sequence[Any]) -> Any:
-        name = fn.__name__
-        first = name not in self._agreed
-        with self._together(name):
-            if first:
-                self.engine.require_same_batch(batch)
-            return self.engine.eval_step(fn, batch, rest)
-
-    def finish_gradients(self) -> None:
-        with self._together("the reduction of gradients"):
-            self.engine.finish_gradients()
-
-    def step(self, clip: Any) -> None:
-        with self._together("the optimizer step"):
-            self.last_step = self.engine.step(clip)
-
-    # Checkpoints, at the same layout
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        return self.engine.data.module_state()
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        self.engine.data.load_module_state(checkpoint["state_dict"])
-
-    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        return self.engine.data.optimizer_state()
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        self.engine.data.load_optimizer_state(checkpoint["optimizer_states"][0])
-
-    def save_checkpoint(self, checkpoint_: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        if storage_options is not None:
-            raise ValueError("storage_options is not supported: a Parallax checkpoint is a folder of one file per rank")
-        checkpoint.save(checkpoint_, Path(self.broadcast(str(filepath))), self.mesh)
-
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        return checkpoint.load(Path(checkpoint_path), self.mesh)
-
-    def remove_checkpoint(self, filepath: Any) -> None:
-        if self.is_global_zero:
-            checkpoint.remove(Path(filepath))
 
     # End
 
