@@ -48,7 +48,9 @@ class Kept:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    return getattr(tensor, "_local_tensor", tensor)
+    """This rank's part of a DTensor; what torch's collectives return holds the memory in `elem` until waited for."""
+    tensor = getattr(tensor, "_local_tensor", tensor)
+    return getattr(tensor, "elem", tensor)
 
 
 class Meter:

@@ -56,6 +56,8 @@ def make_plugins(layout: Layout, options: Mapping[str, Mapping[str, Any]]) -> li
     unused = [n for n, value in options.get("ep", {}).items() if n != "plan" and value is not None and not found["ep"]]
     if unused:
         raise ValueError(f"expert_{unused[0]} is set, but on one rank nothing is done to experts; leave it out")
+    if options.get("tp", {}).get("chunks") is not None and not found["tp"]:
+        raise ValueError("tp_chunks is set, but tensor_parallel_size is 1, so that nothing is sent; leave it out")
     missing = [axis for axis in wanted if not found[axis]]
     if missing:
         served = registry.names("parallax.parallelism")

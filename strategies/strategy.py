@@ -43,6 +43,8 @@ class ParallaxStrategy(StepStrategy):
         layout: what runs where: a string (`"tp2 pp2 zero1"`), a mapping, a YAML path or a `Layout`. None puts every
             rank on the data axis.
         tp_plan: tensor-parallel plan relative to the LightningModule; None reads the one the model carries.
+        tp_chunks: messages in which attention and MLP send their output, so that one is on its way while the next is
+            computed. One when None.
         pp_plan: pipeline plan, likewise.
         ep_plan: expert-parallel plan, likewise.
         expert_balance: "microbatch" or "global": the tokens over which the auxiliary loss of a mixture of experts is
@@ -76,6 +78,7 @@ class ParallaxStrategy(StepStrategy):
         layout: str | Mapping[str, Any] | Layout | None = None,
         *,
         tp_plan: Mapping[str, str] | None = None,
+        tp_chunks: int | None = None,
         pp_plan: Mapping[str, Any] | None = None,
         ep_plan: Mapping[str, str] | None = None,
         expert_balance: str | None = None,
@@ -112,7 +115,7 @@ class ParallaxStrategy(StepStrategy):
             precision_plugin=precision_plugin,
         )
         self._options: dict[str, dict[str, Any]] = {
-            "tp": {"plan": tp_plan},
+            "tp": {"plan": tp_plan, "chunks": tp_chunks},
             "pp": {"plan": pp_plan, "schedule": schedule if callable(schedule) else None, "partition": pp_partition},
             "ep": {"plan": ep_plan, "balance": expert_balance, "capacity_factor": expert_capacity_factor},
             "cp": {"plan": cp_plan},

@@ -150,7 +150,22 @@ class Modular(nn.Module):
         return self.head(self.norm(x))
 
 
-PLAIN: dict[str, type[nn.Module]] = {"plain": Plain, "modular": Modular}
+class GatedInPlace(Gated):
+    """Changes what it is given before it reads it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.mul_(0.5).add_(0.25))
+
+
+class InPlace(Modular):
+    """`Modular` with an MLP that changes its input in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[0].mlp.__class__ = GatedInPlace
+
+
+PLAIN: dict[str, type[nn.Module]] = {"plain": Plain, "modular": Modular, "in place": InPlace}
 
 
 def build(name: str, layers: int = 2, positions: int = 16) -> nn.Module:

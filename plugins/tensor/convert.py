@@ -32,7 +32,12 @@ from parallax.strategies.comm import AxisComm
 
 
 def convert(
-    model: nn.Module, targets: Mapping[str, Target], comm: AxisComm, trunk: Trunk | None, heads: set[int]
+    model: nn.Module,
+    targets: Mapping[str, Target],
+    comm: AxisComm,
+    trunk: Trunk | None,
+    heads: set[int],
+    pieces: int = 1,
 ) -> None:
     """Change classes and size attributes; column layers of one block share the entry of their region.
 
@@ -40,6 +45,7 @@ def convert(
         model: already with this rank's parameters.
         trunk: what runs on sequence shards; None when nothing does.
         heads: ids of the modules whose logits stay cut over the vocabulary.
+        pieces: messages a row layer's output is sent in.
     """
     streams = Streams(comm.index)
     sequence = Sequence(comm, streams) if trunk is not None else None
@@ -56,7 +62,8 @@ def convert(
             siblings.setdefault(target.block, []).append(target)
         elif target.style.kind is Kind.ROW:
             scatters = trunk is not None and trunk.is_region(target.fqn)
-            become_row(target.module, target.style, comm, streams, sequence if scatters else None)
+            place = sequence if scatters else None
+            become_row(target.module, target.style, comm, streams, sequence=place, pieces=pieces)
         else:
             _become_layer(model, target, comm)
     for owner, group in siblings.items():

@@ -51,7 +51,7 @@ def autocast_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(x.device.type) if x.dtype is torch.float32 and is_autocast(x) else x.dtype
 
 
-def _products_are_watched() -> bool:
+def products_are_watched() -> bool:
     """Whether a mode looks at every product, as the pipeline does to postpone weight gradients.
 
     It must find them as they are; there is no gradient of a weight then that a collective could overlap with.
@@ -94,7 +94,7 @@ class SharedInput:
 
     def linear(self, x: Tensor, member: int, weight: Tensor, bias: Tensor | None) -> Tensor:
         """x W^T + b of layer number `member` of the block; `weight` is [out, in]."""
-        if _products_are_watched():
+        if products_are_watched():
             return F.linear(self.enter(x, member), weight, bias)
         source = gathered_from(x)
         if not (torch.is_grad_enabled() and x.requires_grad) or (self.inside and source is None):

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from parallax.plugins.tensor.chunked import summed_product
 from parallax.plugins.tensor.entry import SharedInput
 from parallax.plugins.tensor.functions import copy_to_region, gather_last_dim, reduce_from_region, split_last_dim
 from parallax.plugins.tensor.logits_ops import head_output
@@ -95,22 +96,24 @@ class Row(nn.Module):
         streams: switched back to the random numbers all ranks share, where the output is whole.
         splits: whether the input arrives whole.
         sequence: set when the output is this rank's tokens rather than whole.
+        pieces: number of messages its output is sent in.
     """
 
     comm: AxisComm
     streams: Streams
     splits: bool
     sequence: Sequence | None
+    pieces: int
 
     def forward(self, x: Tensor) -> Tensor:
         if self.splits:
             x = split_last_dim(x, self.comm)
-        out, bias = F.linear(x, _weight(self)), _bias(self)
-        if self.sequence is None:
-            out = reduce_from_region(out, self.comm)
-            self.streams.leave()
+        if self.sequence is not None:
+            out = self.sequence.row(x, _weight(self), self.pieces)
         else:
-            out = self.sequence.scattered(out)
+            out = summed_product(x, _weight(self), self.comm, self.pieces)
+            self.streams.leave()
+        bias = _bias(self)
         return out if bias is None else out + bias.to(out.dtype)
 
 
@@ -253,7 +256,13 @@ def become_entering(module: nn.Module, entry: SharedInput, member: int, streams:
 
 
 def become_row(
-    module: nn.Module, style: Style, comm: AxisComm, streams: Streams, sequence: Sequence | None = None
+    module: nn.Module,
+    style: Style,
+    comm: AxisComm,
+    streams: Streams,
+    *,
+    sequence: Sequence | None = None,
+    pieces: int = 1,
 ) -> None:
     """Turn a linear whose parameters are already local into a row-parallel one."""
     width = "in_features" if isinstance(module, nn.Linear) else "nx"
@@ -261,7 +270,7 @@ def become_row(
     _set_class(module, Kind.ROW)
     if not style.whole_outside:
         setattr(module, width, whole // comm.size)
-    _set(module, comm=comm, streams=streams, splits=style.whole_outside, sequence=sequence)
+    _set(module, comm=comm, streams=streams, splits=style.whole_outside, sequence=sequence, pieces=pieces)
 
 
 def become_vocab_parallel(module: nn.Module, comm: AxisComm, rows: tuple[int, int]) -> None:

@@ -43,13 +43,16 @@ class TensorParallel(ParallelPlugin):
     Args:
         plan: FQN pattern (relative to the model, `*` for one component) -> style word. Goes before plans the
             model carries.
+        chunks: messages in which a row layer's output is sent, so that one is on its way while the next is computed.
     """
 
     name = "tensor"
     axis = "tp"
 
-    def __init__(self, plan: Mapping[str, str] | None = None) -> None:
-        self._plan = dict(plan or {})
+    def __init__(self, plan: Mapping[str, str] | None = None, chunks: int = 1) -> None:
+        if type(chunks) is not int or chunks < 1:
+            raise ValueError(f"tp_chunks must be a whole number, at least 1; got {chunks!r}")
+        self._plan, self._chunks = dict(plan or {}), chunks
         self._shards: dict[str, ParamShard] = {}
         self._sums = GradientSums()
         self._agreed = False
@@ -103,7 +106,7 @@ class TensorParallel(ParallelPlugin):
         replace_parameters(model, cuts)
         heads = vocabulary_heads(model, targets.values(), self._vocabularies)
         self._report = describe(model, targets, self._shards, comm, trunk, heads)
-        convert(model, targets, comm, trunk if isinstance(trunk, Trunk) else None, heads)
+        convert(model, targets, comm, trunk if isinstance(trunk, Trunk) else None, heads, self._chunks)
 
     def _record(
         self, model: nn.Module, targets: Mapping[str, Target], cuts: Mapping[int, ParamShard], mesh: Mesh

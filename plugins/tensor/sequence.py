@@ -19,10 +19,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from parallax.plugins.tensor.chunked import scattered_product
 from parallax.plugins.tensor.entry import autocast_dtype, mark_gathered
 from parallax.plugins.tensor.overlap import GatherAgain, Gathering
 from parallax.plugins.tensor.plans import is_foreign
-from parallax.plugins.tensor.sequence_functions import Tokens, cut, gather, gather_to_region, scatter_from_region
+from parallax.plugins.tensor.sequence_functions import Tokens, cut, gather, gather_to_region
 from parallax.plugins.tensor.sequence_plan import Trunk
 from parallax.plugins.tensor.streams import Streams
 from parallax.plugins.tensor.swap import hidden_states, on_first, replaced, swap
@@ -107,15 +108,15 @@ class Sequence:
         mark_gathered(whole, shard, self._gathering(tokens, keeps=self._keeps))
         return whole
 
-    def scattered(self, partial: Tensor) -> Tensor:
-        """A block's output, this rank's tokens of the sum over ranks."""
-        tokens = self._current().as_seen(partial.dim())
-        if partial.shape[:-1].numel() != tokens.count:
+    def row(self, x: Tensor, weight: Tensor, pieces: int) -> Tensor:
+        """A block's output, this rank's tokens of the sum over ranks of x W^T, in `pieces` messages."""
+        tokens = self._current().as_seen(x.dim())
+        if x.shape[:-1].numel() != tokens.count:
             raise ValueError(
-                f"a row layer got {tuple(partial.shape[:-1])} tokens, but the gathered sequence has {tokens.shape}: "
+                f"a row layer got {tuple(x.shape[:-1])} tokens, but the gathered sequence has {tokens.shape}: "
                 "the code between column and row layer changes the sequence; use sequence_parallel=False"
             )
-        return scatter_from_region(partial, tokens, self.comm, self.space)
+        return scattered_product(x, weight, tokens, self.comm, self.space, pieces)
 
     def repeated(self, shard: Tensor) -> Tensor:
         """The whole input of a module that every rank runs alike."""

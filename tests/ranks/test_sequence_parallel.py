@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from parallax.strategies.comm import wire_bytes
 from tests.procs import RankError, run_ranks
 from tests.ranks.test_tensor import _cut, _step, _whole_grads
+from tests.ranks.test_tensor import _textbook as textbook_of_tensor
 from tests.tensor_models import BATCH, HIDDEN, SEQ, VOCAB, build, loss_of, token_ids
 
 FP64, LAYERS = 8, 2
@@ -78,7 +79,7 @@ def _textbook(world: int, step: int, recomputed: bool = False) -> Counts:
 
 
 def test_two_ranks_equal_one_process_and_send_what_the_textbook_says() -> None:
-    names = ["llama-bias", "gpt2", "qwen3", "olmo2", "modular", "gemma2-eager"]
+    names = ["llama-bias", "gpt2", "qwen3", "olmo2", "modular", "in place", "gemma2-eager"]
     norms = (2 * LAYERS + 1) * HIDDEN
     for counts in run_ranks(2, _parity, names):
         assert counts["llama-bias"] == _textbook(2, norms + 2 * LAYERS * HIDDEN)
@@ -94,6 +95,33 @@ def test_four_ranks_pad_ten_tokens_to_twelve() -> None:
     for counts in run_ranks(4, _parity, ["llama-tied", "gpt2", "modular"]):
         assert counts["llama-tied"] == _textbook(4, norms)
         assert counts["gpt2"] == _textbook(4, 2 * norms + 2 * LAYERS * HIDDEN)
+
+
+def _chunked(rank: int, world: int) -> dict[bool, Counts]:
+    counts = {}
+    for sequence in (True, False):
+        reference, model, ids = build("llama-bias"), build("llama-bias"), token_ids()
+        loss_of(reference, ids).backward()
+        plugin, mesh = _cut(model, rank, world, sequence=sequence, chunks=2)
+        _step(model, plugin, mesh, ids)
+        counts[sequence] = _counts(mesh)
+        _compare(model, reference, plugin, mesh)
+    return counts
+
+
+def test_products_in_pieces_send_the_same_bytes_in_more_messages() -> None:
+    """Three tokens of each rank, in runs of two and one: a row layer's collectives are two, of the same bytes."""
+    shards = _textbook(4, (2 * LAYERS + 1) * HIDDEN + 2 * LAYERS * HIDDEN)
+    whole = {(kind, phase): count for (_, kind, phase), count in textbook_of_tensor(4).items()}
+    for want, key in (
+        (shards, ("reduce_scatter", "forward")),
+        (shards, ("all_gather", "backward")),
+        (whole, ("all_reduce", "forward")),
+    ):
+        calls, sent = want[key]
+        want[key] = calls + 2 * LAYERS, sent
+    for counts in run_ranks(4, _chunked):
+        assert counts == {True: shards, False: whole}
 
 
 # Recomputation

@@ -20,9 +20,11 @@ FP64 = 8
 LAYERS = 2
 
 
-def _cut(model: nn.Module, rank: int, world: int, sequence: bool | None = False) -> tuple[TensorParallel, Mesh]:
+def _cut(
+    model: nn.Module, rank: int, world: int, sequence: bool | None = False, chunks: int = 1
+) -> tuple[TensorParallel, Mesh]:
     layout = Layout(tensor_parallel_size=world, sequence_parallel=sequence).resolve(world)
-    mesh, plugin = Mesh.build(layout, rank), TensorParallel()
+    mesh, plugin = Mesh.build(layout, rank), TensorParallel(chunks=chunks)
     plugin.check(layout, model)
     plugin.apply(model, mesh=mesh, layout=layout)
     mesh.ledger.reset()

@@ -18,6 +18,7 @@ from parallax.plugins.tensor.layers import VocabParallelEmbedding
 from parallax.plugins.tensor.plans import collect_rules, resolve
 from parallax.plugins.tensor.shards import shard
 from parallax.plugins.tensor.styles import Kind, parse_style
+from parallax.strategies.assemble import make_plugins
 from parallax.strategies.comm import AxisComm, Ledger
 from parallax.strategies.layout import Layout
 from parallax.strategies.mesh import Mesh
@@ -136,6 +137,17 @@ def test_a_tied_owner_follows_the_cut_and_one_that_cannot_is_refused() -> None:
 
 
 # Refusals
+
+
+@pytest.mark.parametrize("chunks", [0, -1, True, 2.0])
+def test_a_number_of_pieces_that_is_none_is_refused(chunks: Any) -> None:
+    with pytest.raises(ValueError, match=f"tp_chunks must be a whole number, at least 1; got {chunks}"):
+        TensorParallel(chunks=chunks)
+
+
+def test_pieces_that_nothing_would_send_are_refused() -> None:
+    with pytest.raises(ValueError, match="tp_chunks is set, but tensor_parallel_size is 1"):
+        make_plugins(Layout.parse("auto").resolve(1), {"tp": {"plan": None, "chunks": 2}})
 
 
 def test_heads_are_named_with_the_sizes_that_would_do() -> None:

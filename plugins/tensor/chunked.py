@@ -1,0 +1,142 @@
+"""Row-parallel products in pieces, so that a piece is on its way while the next is computed.
+
+It is: what a row layer computes and sends, for whole sequences (`summed_product`) and for shards (`scattered_product`;
+there the gathering of the gradient overlaps with the gradient of the input, too). It is not: worth it everywhere: a
+piece is a smaller product and a message of its own. In one piece unless `tp_chunks` is set, and where a pipeline
+postpones gradients of weights, which must find the product as it is.
+
+A piece of a shard is a run of every rank's tokens, so that each piece can be scattered by itself.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import Function, once_differentiable
+from torch.nn import functional as F
+
+from parallax.plugins.tensor.entry import autocast_dtype, is_autocast, products_are_watched
+from parallax.plugins.tensor.functions import reduce_from_region
+from parallax.plugins.tensor.sequence_functions import Tokens, scatter_from_region
+from parallax.plugins.tensor.workspace import Workspace
+from parallax.strategies.comm import AxisComm, Work
+
+
+def _flat(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+def _bounds(rows: int, pieces: int) -> Iterator[tuple[int, int]]:
+    each = -(-rows // pieces)
+    return ((at, min(at + each, rows)) for at in range(0, rows, each))
+
+
+class _Reduce(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, comm: AxisComm, pieces: int) -> Tensor:
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        flat = _flat(x)
+        out = flat.new_empty(flat.shape[0], weight.shape[0])
+        works = []
+        for start, stop in _bounds(flat.shape[0], pieces):
+            torch.mm(flat[start:stop], weight.t(), out=out[start:stop])
+            works.append(comm.all_reduce(out[start:stop], async_op=True))
+        for work in works:
+            if work is not None:
+                work.wait()
+        return out.view(*x.shape[:-1], -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        inputs = grad @ weight if ctx.needs_input_grad[0] else None
+        return inputs, _flat(grad).t() @ _flat(x) if ctx.needs_input_grad[1] else None, None, None
+
+
+def _by_rank(rows: Tensor, tokens: Tokens) -> Tensor:
+    """[padded, features] as [ranks, each, features]; missing tokens are zeros."""
+    if tokens.padded != tokens.count:
+        rows = torch.cat([rows, rows.new_zeros(tokens.padded - tokens.count, rows.shape[1])])
+    return rows.view(tokens.ranks, tokens.each, -1)
+
+
+class _Scatter(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, tokens: Tokens, comm: AxisComm, space: Workspace, pieces: int
+    ) -> Tensor:
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        ctx.tokens, ctx.comm, ctx.space, ctx.pieces = tokens, comm, space, pieces
+        ctx.shape = x.shape
+        rows = _by_rank(_flat(x), tokens)
+        shard = x.new_empty(tokens.each, weight.shape[0])
+        flying: deque[Work | None] = deque()
+        for i, (start, stop) in enumerate(_bounds(tokens.each, pieces)):
+            if len(flying) == 2:  # whose buffer comes next
+                _wait(flying.popleft())
+            piece = space.take(f"piece{i % 2}", (tokens.ranks * (stop - start), weight.shape[0]), x)
+            torch.mm(_flat(rows[:, start:stop]), weight.t(), out=piece)
+            flying.append(comm.reduce_scatter_into(shard[start:stop], piece, async_op=True))
+        for work in flying:
+            _wait(work)
+        return shard.view(*tokens.shard_shape, -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        tokens: Tokens = ctx.tokens
+        grad, rows = _flat(grad), None if x is None else _by_rank(_flat(x), tokens)
+        inputs = grad.new_empty(tokens.ranks, tokens.each, weight.shape[1]) if ctx.needs_input_grad[0] else None
+        weights = None if rows is None else torch.zeros_like(weight)
+        bounds = list(_bounds(tokens.each, ctx.pieces))
+        coming = [_gather_piece(ctx, grad, bounds, 0)]
+        for i, (start, stop) in enumerate(bounds):
+            if i + 1 < len(bounds):
+                coming.append(_gather_piece(ctx, grad, bounds, i + 1))
+            piece, work = coming[i]
+            _wait(work)
+            if inputs is not None:
+                inputs[:, start:stop] = (piece @ weight).view(tokens.ranks, stop - start, -1)
+            if rows is not None and weights is not None:
+                weights.addmm_(piece.t(), _flat(rows[:, start:stop]))
+        if inputs is not None:
+            inputs = _flat(inputs)[: tokens.count].view(ctx.shape)
+        return inputs, weights, None, None, None, None
+
+
+def _gather_piece(ctx: Any, grad: Tensor, bounds: list[tuple[int, int]], i: int) -> tuple[Tensor, Work | None]:
+    start, stop = bounds[i]
+    piece = ctx.space.take(f"piece{i % 2}", (ctx.tokens.ranks * (stop - start), grad.shape[1]), grad)
+    return piece, ctx.comm.all_gather_into(piece, grad[start:stop], async_op=True)
+
+
+def _wait(work: Work | None) -> None:
+    if work is not None:
+        work.wait()
+
+
+def _cast(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    dtype = autocast_dtype(x)
+    return (x.to(dtype), weight.to(dtype)) if is_autocast(x) else (x, weight)
+
+
+def summed_product(x: Tensor, weight: Tensor, comm: AxisComm, pieces: int) -> Tensor:
+    """The sum over ranks of x W^T, in `pieces` messages; `weight` is [out, in]."""
+    if pieces == 1 or products_are_watched():
+        return reduce_from_region(F.linear(x, weight), comm)
+    return cast(Tensor, _Reduce.apply(*_cast(x, weight), comm, pieces))
+
+
+def scattered_product(
+    x: Tensor, weight: Tensor, tokens: Tokens, comm: AxisComm, space: Workspace, pieces: int
+) -> Tensor:
+    """This rank's tokens of the sum over ranks of x W^T, in `pieces` messages."""
+    if pieces == 1 or products_are_watched():
+        return scatter_from_region(F.linear(x, weight), tokens, comm, space)
+    return cast(Tensor, _Scatter.apply(*_cast(x, weight), tokens, comm, space, pieces))

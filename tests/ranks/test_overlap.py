@@ -1,0 +1,124 @@
+"""The order of events in backward and forward: what is computed while a collective is on its way.
+
+A collective's start and the wait for it are noted around the real calls on a real axis, products as torch dispatches
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from parallax.strategies.comm import AxisComm
+from tests.procs import run_ranks
+from tests.ranks.test_tensor import _cut
+from tests.tensor_models import BATCH, HIDDEN, SEQ, build, loss_of, token_ids
+
+LAYERS, WORLD, MLP, HEAD_DIM = 2, 2, 64, 4
+Event = tuple[str, Any]
+
+
+class Events(TorchDispatchMode):
+    """What happens, in order: ("start", kind), ("wait", kind), ("product", shape of the result)."""
+
+    def __init__(self, comm: AxisComm) -> None:
+        super().__init__()
+        self.seen: list[Event] = []
+        for kind, name in (
+            ("all_reduce", "all_reduce"), ("all_gather", "all_gather_into"), ("reduce_scatter", "reduce_scatter_into"),
+        ):  # fmt: skip
+            setattr(comm, name, self._noted(kind, getattr(comm, name)))
+
+    def _noted(self, kind: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            work = call(*args, **kwargs)
+            if work is None:
+                self.seen.append(("at once", kind))
+                return None
+            self.seen.append(("start", kind))
+            wait = work.wait
+
+            def waited() -> None:
+                self.seen.append(("wait", kind))
+                wait()
+
+            work.wait = waited
+            return work
+
+        return noted
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func._schema.name in ("aten::mm", "aten::addmm", "aten::addmm_", "aten::linear"):
+            self.seen.append(("product", tuple(out.shape)))
+        return out
+
+    def during(self, kind: str) -> list[list[tuple[int, ...]]]:
+        """For each collective of `kind` that was started: shapes of the products before the wait for it."""
+        found = []
+        for i, event in enumerate(self.seen):
+            if event == ("start", kind):
+                end = self.seen.index(("wait", kind), i)
+                found.append([shape for what, shape in self.seen[i:end] if what == "product"])
+        return found
+
+
+def _run(model: nn.Module, comm: AxisComm) -> tuple[Events, Events]:
+    """Events of a forward and of its backward."""
+    forward = Events(comm)
+    with forward:
+        loss = loss_of(model, token_ids())
+    backward = Events(comm)
+    with backward:
+        loss.backward()
+    return forward, backward
+
+
+def _backward(rank: int, world: int, sequence: bool) -> dict[str, list[list[tuple[int, ...]]]]:
+    model = build("llama")
+    _, mesh = _cut(model, rank, world, sequence=sequence)
+    _, backward = _run(model, mesh["tp"])
+    return {kind: backward.during(kind) for kind in ("all_reduce", "reduce_scatter", "all_gather")}
+
+
+def test_gradients_of_weights_are_computed_while_those_of_inputs_are_summed() -> None:
+    """Head, then MLP and attention of each layer: the one product under way is that of the leader's own weight."""
+    leaders = [(-(-101 // WORLD), HIDDEN)] + [(MLP // WORLD, HIDDEN), (8 * HEAD_DIM // WORLD, HIDDEN)] * LAYERS
+    for found in run_ranks(WORLD, _backward, False):
+        assert found == {"all_reduce": [[shape] for shape in leaders], "reduce_scatter": [], "all_gather": []}
+    for found in run_ranks(WORLD, _backward, True):
+        assert found["all_reduce"] == []
+        assert found["reduce_scatter"] == [[shape] for shape in leaders]
+        # the second gathering of a block's input: the input gradient of the layer that needs it first meanwhile
+        assert found["all_gather"] == [[(BATCH * SEQ, HIDDEN)]] * (2 * LAYERS + 1)
+
+
+def _pieces(rank: int, world: int) -> tuple[list[Event], list[Event]]:
+    model = build("llama")
+    _, mesh = _cut(model, rank, world, sequence=True, chunks=2)
+    forward, backward = _run(model, mesh["tp"])
+    return forward.seen, backward.seen
+
+
+def test_a_piece_is_sent_while_the_next_is_computed() -> None:
+    """Ten tokens over two ranks are runs of three and two of each rank's."""
+    first, second = (2 * 3, HIDDEN), (2 * 2, HIDDEN)
+    start, wait = ("start", "reduce_scatter"), ("wait", "reduce_scatter")
+    sent = [("product", first), start, ("product", second), start, wait, wait]
+    start, wait = ("start", "all_gather"), ("wait", "all_gather")
+    got: Callable[[int], list[Event]] = lambda width: [  # noqa: E731
+        start, start, wait, ("product", (first[0], width)), ("product", (HIDDEN, width)),
+        wait, ("product", (second[0], width)), ("product", (HIDDEN, width)),
+    ]  # fmt: skip
+    for forward, backward in run_ranks(WORLD, _pieces):
+        assert _count(forward, sent) == 2 * LAYERS
+        assert _count(backward, got(MLP // WORLD)) == LAYERS
+        assert _count(backward, got(8 * HEAD_DIM // WORLD)) == LAYERS
+
+
+def _count(seen: list[Event], part: list[Event]) -> int:
+    """How often `part` happened, without anything in between."""
+    return sum(seen[i : i + len(part)] == part for i in range(len(seen)))
