@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from parallax.plugins.pipeline.actions import KINDS, Action, Kind
@@ -18,11 +19,11 @@ from parallax.plugins.pipeline.simulator import Costs, simulate
 
 @dataclass(frozen=True)
 class Comparison:
-    """A measured step and what the simulator says of the same lists at the measured mean costs.
+    """A measured step and what the simulator says of the same lists at the measured costs.
 
     Attributes:
         measured, predicted: the two, times in seconds from 0.
-        costs: mean seconds of each kind on each virtual stage.
+        costs: mean seconds of each kind on each virtual stage, and the median time of a transfer.
     """
 
     measured: Gantt
@@ -106,4 +107,20 @@ def _mean_costs(gantt: Gantt) -> Costs:
         keys = [(kind, stage) for stage in range(len(gantt.placement))]
         return [total[key] / count[key] if key in count else 0.0 for key in keys]
 
-    return Costs(forward=of("F"), backward=of("B"), weight=of("W"), input=of("I"))
+    return Costs(forward=of("F"), backward=of("B"), weight=of("W"), input=of("I"), transfer=_transfer(gantt))
+
+
+def _transfer(gantt: Gantt) -> float:
+    """Median time from the end of an action to the start of one that waited for it on another rank."""
+    timed = [(action, end) for rank in gantt.ranks() for action, _, end in rank if action.kind != "W"]
+    ends = {(action.kind == "F", action.stage, action.microbatch): end for action, end in timed}
+    gaps = []
+    for index, rank in enumerate(gantt.ranks()):
+        free = gantt.begin
+        for action, start, end in rank:
+            source = action.stage - 1 if action.kind == "F" else action.stage + 1
+            made = ends.get((action.kind == "F", source, action.microbatch))
+            if action.kind != "W" and made is not None and gantt.placement[source] != index and made >= free:
+                gaps.append(max(start - made, 0.0))  # clocks of two machines may differ
+            free = end
+    return median(gaps) if gaps else 0.0

@@ -203,7 +203,7 @@ def test_bad_files_say_what_is_wrong(
 
 def test_a_measured_step_beside_its_prediction(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lists = lists_of("zb_h1", 3, 6)
-    costs = Costs(forward=[0.01, 0.01, 0.02], backward=[0.02, 0.02, 0.04], weight=[0.01, 0.01, 0.02])
+    costs = Costs(forward=[0.01, 0.01, 0.02], backward=[0.02, 0.02, 0.04], weight=[0.01, 0.01, 0.02], transfer=0.003)
     times = simulate(lists, costs)
     late = 5.0  # the clock's zero does not matter
     measured = Gantt(
@@ -212,6 +212,7 @@ def test_a_measured_step_beside_its_prediction(tmp_path: Path, capsys: pytest.Ca
     found = compare(measured)
     assert found.costs.table(3)["F"] == pytest.approx([0.01, 0.01, 0.02])
     assert found.costs.table(3)["I"] == pytest.approx([0.01, 0.01, 0.02])
+    assert found.costs.transfer == pytest.approx(0.003)
     assert found.measured.makespan == pytest.approx(times.makespan)
     assert found.measured.bubble == pytest.approx(found.predicted.bubble) == pytest.approx(times.bubble)
     assert found.slowest_stage == 2 and found.stage_seconds == pytest.approx((0.03, 0.03, 0.06))
