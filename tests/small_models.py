@@ -17,11 +17,12 @@ BATCH, SEQ = 2, 8
 
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
-    "vocab_size_per_layer_input": VOCAB, "pad_id": 0,
+    "vocab_size_per_layer_input": VOCAB, "pad_id": 0, "unpadded_vocab_size": VOCAB,
     # widths
     "hidden_size": 32, "n_embd": 32, "d_model": 32, "n_inner": 64, "word_embed_proj_dim": 32, "embed_dim": 32,
     "intermediate_size": 64, "ffn_hidden_size": 64, "ffn_dim": 64, "mlp_hidden_size": 64, "d_ff": 64,
     "inner_dim": 64, "hidden_size_per_layer_input": 8, "laurel_rank": 8, "embedding_size": 32,
+    "text_hidden_size": 32,
     # depths
     "num_hidden_layers": 2, "n_layer": 2, "n_layers": 2, "num_layers": 2, "num_kv_shared_layers": 0,
     "num_nextn_predict_layers": 0, "num_mtp_layers": 0, "first_k_dense_replace": 1, "decoder_layers": 2,
@@ -63,9 +64,20 @@ SPECIAL: dict[str, dict[str, Any]] = {
             ("sliding_attention", "full_attention"), {"rope_type": "default", "rope_theta": 10000.0}
         ),
     },
+    "beam": {"mlp_layer_types": ["dense", "sparse"]},  # as the next ones: two layers, one with experts
+    "flint": {"mlp_only_layers": [0]},
+    "step3p5": {"mlp_layer_types": ["dense", "sparse"]},
     "dots3_note_text": {"per_layer_config": None},
+    "ernie4_5_vl_moe_text": {"moe_intermediate_size": [16, 16]},
+    "glm5_next_text": {
+        "index_kpool": 4, "qk_rope_head_dim": 0, "mlp_layer_types": ["dense", "sparse"],
+    },
+    "zaya": {"num_experts_per_tok": 1},
+    "glm4v_moe_text": {"rope_parameters": {"rope_theta": 10000.0, "mrope_section": [1, 0, 0], "rope_type": "default"}},
+    "hy_v4_vl_text": {"rope_parameters": {"rope_theta": 10000.0, "mrope_section": [1, 1, 0], "rope_type": "default"}},
     "gemma4_assistant": {"hidden_size_per_layer_input": 0},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "gemma4_text": {"enable_moe_block": True},  # of 26B-A4B
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
 }
 """model_type -> arguments beyond `SIZES`, for what sizes alone do not settle."""
 
@@ -75,6 +87,13 @@ def architectures() -> list[str]:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def expert_architectures() -> list[str]:
+    """model_type of every further model with an expert-parallel plan: text parts and multimodal models."""
+    from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
+
+    return sorted(name for name in MODEL_MAPPING_NAMES if name not in architectures() and has_expert_plan(name))
 
 
 def small_config(model_type: str, **changes: Any) -> Any:
@@ -107,12 +126,17 @@ def _computed(config: Any, name: str) -> bool:
 
 
 def build_small(model_type: str, **changes: Any) -> nn.Module:
-    """The causal language model in training mode, fp64, every parameter random and the same on every call."""
-    from transformers import AutoModelForCausalLM
+    """The causal language model in training mode, fp64, every parameter random and the same on every call.
+
+    Of a model that is none its body, whose output are hidden states.
+    """
+    from transformers import AutoModel, AutoModelForCausalLM
+
+    kind: Any = AutoModelForCausalLM if model_type in architectures() else AutoModel
 
     def make() -> nn.Module:
         config = small_config(model_type, **changes)
-        model: nn.Module = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+        model: Any = kind.from_config(config, attn_implementation="eager")
         for module in model.modules():
             if hasattr(module, "config"):
                 module.config._experts_implementation = "eager"  # the grouped product has no fp64
@@ -142,17 +166,26 @@ def token_ids() -> Tensor:
 
 def plan_of(model_type: str) -> str:
     """Whose tensor-parallel plan the architecture has: transformers', ours, both, or nobody's ("")."""
-    from transformers import AutoConfig
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
     from parallax.plugins.tensor.known import KNOWN_PLANS
 
-    configs: list[Any] = [CONFIG_MAPPING[model_type]]
-    try:
-        config = AutoConfig.for_model(model_type)
-        configs = [config, config.get_text_config()]
-    except Exception:  # no valid default, or several parts that could be the text's: the class says what it can
-        pass
+    configs = _configs(model_type)
     carried = any(getattr(c, "base_model_tp_plan", None) for c in configs)
     known = {c.model_type for c in configs} & KNOWN_PLANS.keys()
     return ", ".join(["transformers"] * carried + ["ours"] * bool(known))
+
+
+def has_expert_plan(model_type: str) -> bool:
+    """Whether transformers has an expert-parallel plan for the architecture."""
+    return any(getattr(c, "base_model_ep_plan", None) for c in _configs(model_type))
+
+
+def _configs(model_type: str) -> list[Any]:
+    """Config objects (or the class) that may carry plans: of the model, and of its text part."""
+    from transformers import AutoConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    try:
+        config = AutoConfig.for_model(model_type)
+        return [config, config.get_text_config()]
+    except Exception:  # no valid default, or several parts that could be the text's: the class says what it can
+        return [CONFIG_MAPPING[model_type]]

@@ -1,4 +1,4 @@
-"""Loss and every gradient of a small model on the ranks of a tensor axis, against the same model in one process.
+"""Loss and every gradient of a small model on some ranks, against the same model in one process.
 
 It is: what a rank runs, for the test of a dozen architectures and for the sweep over all of them. It is not: which
 architectures there are (`tests/small_models.py`).
@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from parallax.plugins.base import ParallelPlugin, ParamShard
-from parallax.strategies.assemble import make_plugins, shard_lookup
+from parallax.strategies.assemble import averaged_lookup, make_plugins, shard_lookup
 from parallax.strategies.layout import Layout
 from parallax.strategies.mesh import Mesh
 from tests.small_models import VOCAB, build_small, token_ids
@@ -47,9 +47,13 @@ class Fp64(TorchFunctionMode):
 
 
 def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
-    """Next-token cross-entropy in fp64."""
+    """Next-token cross-entropy in fp64; of a model without a head the mean of its hidden states, each weighed."""
     with Fp64():
-        logits = model(input_ids=ids, use_cache=False).logits
+        out = model(input_ids=ids, use_cache=False)
+    if "logits" not in out:
+        hidden = out.last_hidden_state
+        return (hidden * torch.arange(hidden.shape[-1]).cos()).mean()
+    logits = out.logits
     assert logits.shape == (*ids.shape, VOCAB)
     return F.cross_entropy(logits[:, :-1].reshape(-1, VOCAB), ids[:, 1:].reshape(-1))
 
@@ -66,12 +70,17 @@ def cut(model: nn.Module, mesh: Mesh) -> list[ParallelPlugin]:
 
 def whole_grads(model: nn.Module, plugins: list[ParallelPlugin], mesh: Mesh) -> dict[str, Tensor]:
     """Every gradient put together from all ranks' parts. Replicas must agree; what no rank wrote stays nan."""
-    shard_of = shard_lookup(plugins)
-    mine = {fqn: (shard_of(fqn), p.grad) for fqn, p in model.named_parameters()}
+    shard_of, averaged_over = shard_lookup(plugins), averaged_lookup(plugins)
+    mine = {}
+    for fqn, param in model.named_parameters():
+        if (grad := param.grad) is not None:
+            mesh[averaged_over(fqn)].all_reduce(grad.div_(mesh.size("data")))
+        counts = mesh.index(averaged_over(fqn)) == 0  # replicas over the data axis are no further elements
+        mine[fqn] = shard_of(fqn), grad, counts
     out: dict[str, Tensor] = {}
     owned: dict[str, Tensor] = {}
-    for part in mesh["tp"].gather_objects(mine):
-        for fqn, (shard, grad) in part.items():
+    for part in mesh["world"].gather_objects(mine):
+        for fqn, (shard, grad, counts) in part.items():
             if grad is None:
                 continue
             shard = shard or ParamShard(tuple(grad.shape))
@@ -82,7 +91,7 @@ def whole_grads(model: nn.Module, plugins: list[ParallelPlugin], mesh: Mesh) -> 
             require_close(whole.where(~before.isnan(), 0), before.nan_to_num(), f"replicas of {fqn}")
             count = owned.setdefault(fqn, torch.zeros(shard.shape))
             once = torch.zeros(shard.shape)
-            shard.put(once, torch.full(shard.local_shape, float(shard.owner)))
+            shard.put(once, torch.full(shard.local_shape, float(shard.owner and counts)))
             count += once
     for fqn, count in owned.items():
         assert bool((count == 1).all()), (
@@ -105,11 +114,12 @@ def compare(rank: int, world: int, model_type: str, options: dict[str, Any], cha
     """Raise unless loss and gradients on `world` ranks equal one process.
 
     Args:
-        options: layout fields beside the size of the axis, e.g. {"sequence_parallel": False}.
+        options: layout fields, e.g. {"sequence_parallel": False}; tensor_parallel_size is `world` unless given. Data
+            ranks share the samples evenly.
         changes: to the small config.
     """
     warnings.filterwarnings("ignore")
-    layout = Layout(tensor_parallel_size=world, **options).resolve(world)
+    layout = Layout(**{"tensor_parallel_size": world} | options).resolve(world)
     reference, model, ids = build_small(model_type, **changes), build_small(model_type, **changes), token_ids()
     torch.manual_seed(SEED)  # some routers draw random numbers
     expected = loss_of(reference, ids)
@@ -117,7 +127,8 @@ def compare(rank: int, world: int, model_type: str, options: dict[str, Any], cha
     mesh = Mesh.build(layout, rank)
     try:
         plugins = cut(model, mesh)
-        loss, counts = _step(model, plugins, mesh, ids)
+        loss, counts = _step(model, plugins, mesh, ids.chunk(mesh.size("data"))[mesh.index("data")])
+        mesh["data"].all_reduce(loss.div_(mesh.size("data")))
         require_close(loss, expected.detach(), "loss")
         found = whole_grads(model, plugins, mesh)
     finally:

@@ -52,8 +52,18 @@ def _all(rank: int, world: int, cases: list[Case]) -> list[dict[str, int]]:
     return counts
 
 
+def _experts(rank: int, world: int) -> None:
+    """Experts over two data ranks: a router with a memory, one choice per token; a text part inside another model."""
+    for name in ("zaya", "qwen3_vl_moe"):
+        compare(rank, world, name, {"tensor_parallel_size": 1, "expert_parallel_size": 2}, {})
+
+
 def test_two_ranks_equal_one_process() -> None:
     run_ranks(2, _all, TWO, timeout=150)
+
+
+def test_two_ranks_with_half_of_the_experts_each_equal_one_process() -> None:
+    run_ranks(2, _experts, timeout=90)
 
 
 def test_four_ranks_equal_one_process_with_key_value_heads_that_ranks_share() -> None:
