@@ -21,16 +21,18 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.swa_utils import AveragedModel
 
+from parallax.strategies.layout import Layout
+
 AVERAGING = (WeightAveraging, StochasticWeightAveraging)
 
 
-def check(callbacks: Sequence[Callback], module: nn.Module, *, zero_stage: int, resumes: bool) -> None:
+def check(callbacks: Sequence[Callback], module: nn.Module, *, layout: Layout, resumes: bool) -> None:
     """Refuse callbacks that would go wrong silently.
 
     Args:
         callbacks: the Trainer's.
         module: the user's LightningModule.
-        zero_stage: of the layout.
+        layout: what shards weights, if anything.
         resumes: whether training starts from a checkpoint.
 
     Raises:
@@ -38,10 +40,11 @@ def check(callbacks: Sequence[Callback], module: nn.Module, *, zero_stage: int, 
     """
     for callback in callbacks:
         name = type(callback).__name__
-        if isinstance(callback, AVERAGING) and zero_stage == 3:
+        if isinstance(callback, AVERAGING) and layout.shards_weights:
+            sharding = "data_engine='fsdp'" if layout.data_engine == "fsdp" else "zero_stage=3"
             raise ValueError(
-                f"{name} averages whole parameters, but with zero_stage=3 a rank holds only its share of each between "
-                f"steps; use zero_stage=2 or less, or remove the callback"
+                f"{name} averages whole parameters, but with {sharding} a rank holds only its share of each between "
+                f"steps; use zero_stage=2 or less by DeepSpeed, or remove the callback"
             )
         if isinstance(callback, StochasticWeightAveraging):
             if resumes:

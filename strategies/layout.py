@@ -54,7 +54,8 @@ class Layout:
     3 parameters too. Default 0."""
 
     data_engine: str = "auto"
-    """Name of the data engine: who reduces gradients and steps. Default "auto": see `resolved_data_engine`."""
+    """Name of the data engine: who reduces gradients and steps. "fsdp" is torch's FSDP2, at ZeRO stage 3 (the default
+    with it) or 2. Default "auto": see `resolved_data_engine`."""
 
     schedule: str = "1f1b"
     """The pipeline schedule, the order of forwards and backwards: its name, or a user's own as the path of a .csv file
@@ -124,7 +125,9 @@ class Layout:
 
     @classmethod
     def _checked(cls, found: dict[str, Any]) -> Layout:
-        """A layout of `found`, whose names are known."""
+        """A layout of `found`, whose names are known. The word "fsdp" alone means what it means everywhere: stage 3."""
+        if found.get("data_engine") == "fsdp":
+            found.setdefault("zero_stage", 3)
         for field in (name for name in TEXT_FIELDS if name in found):
             if field == "schedule" and is_own_schedule(found[field]):
                 continue
@@ -235,6 +238,11 @@ class Layout:
         if self.data_engine != "auto":
             return self.data_engine
         return "deepspeed" if self.zero_stage else "ddp"
+
+    @property
+    def shards_weights(self) -> bool:
+        """Whether a data rank holds only its share of each weight between steps: at ZeRO stage 3, and with FSDP."""
+        return self.zero_stage == 3 or self.data_engine == "fsdp"
 
     @property
     def world_size(self) -> int:

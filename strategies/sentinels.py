@@ -80,7 +80,7 @@ class ReplicaSentinel(Callback):
         layout = strategy.mesh.layout
         out: dict[str, dict[str, Tensor]] = {"data": {}, "edp": {}, "tp": {}, "tie": {}}
         for fqn, param in module.named_parameters():
-            if layout.zero_stage == 3:
+            if layout.shards_weights:
                 continue  # shares, not replicas
             over = strategy.averaged_over(fqn)
             out[over][fqn] = param

@@ -198,8 +198,8 @@ class ParallaxStrategy(StepStrategy):
         with self._together("the checks of the model", always=True):
             refusals.check(self.lightning_module, training=training)
             if training:
-                zero, resumes = self.mesh.layout.zero_stage, trainer.ckpt_path is not None
-                callbacks.check(trainer.callbacks, self.lightning_module, zero_stage=zero, resumes=resumes)
+                resumes = trainer.ckpt_path is not None
+                callbacks.check(trainer.callbacks, self.lightning_module, layout=self.mesh.layout, resumes=resumes)
             for plugin in self._plugins if fresh else ():
                 plugin.check(self.mesh.layout, self.lightning_module)
             recompute.check(self.mesh.layout, self.lightning_module)
@@ -216,6 +216,8 @@ class ParallaxStrategy(StepStrategy):
             self._recording = None
             if training:
                 callbacks.copy_again(trainer.callbacks, self.lightning_module)
+        if (training or fresh) and self._engine is not None:
+            self._engine.teardown()  # before an optimizer is made of its parameters
         if training:
             with (
                 self._together("configure_optimizers", always=True),
@@ -224,8 +226,6 @@ class ParallaxStrategy(StepStrategy):
                 self.setup_optimizers(trainer)
                 refusals.check_optimizers(self.lightning_module, self.optimizers)
         if training or fresh:
-            if self._engine is not None:
-                self._engine.teardown()
             with self._together("the set-up of the data engine", always=True):
                 self._engine = self._make_engine(self.lightning_module, training=training)
             self._agreed.clear()
@@ -278,9 +278,9 @@ class ParallaxStrategy(StepStrategy):
 
     @property
     def data_ranks_are_independent(self) -> bool:
-        """In prediction, unless ZeRO-3 gathers weights over the data axis."""
+        """In prediction, unless weights are gathered over the data axis."""
         assert self.lightning_module is not None
-        sharded = self.mesh.layout.zero_stage == 3 and bool(self.optimizers)  # only training shards
+        sharded = self.mesh.layout.shards_weights and bool(self.optimizers)  # only training shards
         return self.lightning_module.trainer.predicting and not sharded
 
     # End

@@ -21,8 +21,9 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from parallax.plugins.data import deepspeed_shims as shims
 from parallax.plugins.data import deepspeed_shims_step as running
 from parallax.plugins.data.base import Clip, DataEngine, StepResult, T
+from parallax.plugins.data.checks import check_optimizer, one_dtype
 from parallax.plugins.data.clipping import apply_plan, plan_step
-from parallax.plugins.data.deepspeed_checks import check_installed, check_optimizer, fill_groups, one_dtype
+from parallax.plugins.data.deepspeed_checks import check_installed, fill_groups
 from parallax.plugins.data.deepspeed_config import ModelSize, zero_config
 from parallax.plugins.data.deepspeed_experts import ExpertGroups
 from parallax.plugins.data.deepspeed_restore import Restore

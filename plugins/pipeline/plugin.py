@@ -80,11 +80,12 @@ class PipelineParallel(ParallelPlugin):
         schedule = self._schedule or find_schedule(layout.schedule)
         ranks, count = layout.pipeline_parallel_size, layout.num_microbatches or layout.pipeline_parallel_size
         lists = make_lists(schedule, ranks, count, layout.stages_per_rank, name=layout.schedule)
-        if splits_backward(lists) and layout.zero_stage == 3:
+        if splits_backward(lists) and layout.zero_stage == 3 and layout.resolved_data_engine == "deepspeed":
             raise ValueError(
-                f"schedule {layout.schedule!r} computes gradients of weights after those of inputs, but zero_stage 3 "
-                f"lets go of a layer's weights as soon as its backward is over, and torch takes no gradient for a "
-                f"weight that is not there; use zero_stage 2 or less, or a schedule of whole backwards such as 1f1b"
+                f"schedule {layout.schedule!r} computes gradients of weights after those of inputs, but DeepSpeed's "
+                f"zero_stage 3 lets go of a layer's weights as soon as its backward is over, and torch takes no "
+                f"gradient for a weight without a shape; use zero_stage 2 or less, data_engine='fsdp', or a schedule "
+                f"of whole backwards such as 1f1b"
             )
         self.placement = placement(lists)
 

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from parallax.plugins import registry
 from parallax.plugins.data.base import Clip, DataEngine
-from parallax.plugins.data.deepspeed import DeepSpeedEngine
-from parallax.plugins.data.replicated import ReplicatedEngine
 from parallax.strategies.layout import Layout
 from parallax.strategies.mesh import Mesh
 from parallax.strategies.precision import LossScale
@@ -21,6 +20,9 @@ WIDTH, CLASSES, ROWS = 6, 5, 4
 MICRO = 3
 INTERLEAVED = ("F", "F", "B", "F", "B", "B")
 CLIP = Clip(0.05)
+FSDP = 10
+"""Added to a stage: that stage by torch's FSDP2."""
+STAGES = (0, 1, 2, 3, FSDP + 2, FSDP + 3)
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
 
 
@@ -127,7 +129,7 @@ def plain_run(
 def make_engine(
     stage: int, module: nn.Module, optimizer: torch.optim.Optimizer | None, mesh: Mesh, **kwargs: Any
 ) -> DataEngine:
-    engine: DataEngine = ReplicatedEngine() if stage == 0 else DeepSpeedEngine()
+    engine: DataEngine = registry.load("parallax.data_engines", mesh.layout.resolved_data_engine)()
     engine.check(mesh.layout)
     kwargs.setdefault("owned", lambda name: True)
     engine.setup(module, optimizer, mesh=mesh, layout=mesh.layout, **kwargs)
@@ -135,7 +137,9 @@ def make_engine(
 
 
 def mesh_of(rank: int, stage: int, *, dp: int, pp: int = 1) -> Mesh:
-    return Mesh.build(Layout(data_parallel_size=dp, pipeline_parallel_size=pp, zero_stage=stage), rank)
+    kind = "fsdp" if stage >= FSDP else "auto"
+    layout = Layout(data_parallel_size=dp, pipeline_parallel_size=pp, zero_stage=stage % FSDP, data_engine=kind)
+    return Mesh.build(layout, rank)
 
 
 def engine_step(

@@ -16,9 +16,19 @@ from parallax.strategies.layout import Layout
 from parallax.strategies.precision import LossScale
 from tests.procs import run_ranks
 from tests.ranks import data_cases as cases
-from tests.ranks.data_cases import CLIP, MICRO, TOLERANCE, Seen, adamw, engine_run, engine_step, mesh_of, net
-
-STAGES = (0, 1, 2, 3)
+from tests.ranks.data_cases import (
+    CLIP,
+    FSDP,
+    MICRO,
+    STAGES,
+    TOLERANCE,
+    Seen,
+    adamw,
+    engine_run,
+    engine_step,
+    mesh_of,
+    net,
+)
 
 
 def _each_stage(rank: int, world: int, case: Any, *args: Any) -> None:
@@ -27,7 +37,8 @@ def _each_stage(rank: int, world: int, case: Any, *args: Any) -> None:
         try:
             case(rank, world, stage, *args)
         except AssertionError as error:
-            raise AssertionError(f"ZeRO-{stage}: {error}") from error
+            kind = f"FSDP at ZeRO-{stage - FSDP}" if stage >= FSDP else f"ZeRO-{stage}"
+            raise AssertionError(f"{kind}: {error}") from error
 
 
 # Equality with one process

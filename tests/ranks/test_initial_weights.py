@@ -15,7 +15,7 @@ from tests.parity.harness import GivenEnvironment, loader, whole
 from tests.parity.models import BUILD
 from tests.procs import run_ranks
 
-LAYOUTS = {1: ["dp1"], 4: ["tp2 pp2", "pp2 dp2 zero3", "tp4", "dp4 zero1"]}
+LAYOUTS = {1: ["dp1"], 4: ["tp2 pp2", "pp2 dp2 zero3", "tp4", "dp4 zero1", "tp2 dp2 fsdp"]}
 
 
 class Lit(LightningModule):

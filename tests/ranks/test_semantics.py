@@ -11,6 +11,7 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 
 from parallax import ParallaxStrategy
+from parallax.strategies.layout import Layout
 from tests.parity.harness import GivenEnvironment
 from tests.procs import run_ranks
 from tests.ranks.semantics_cases import AVERAGING, BATCH, SCENARIOS
@@ -39,10 +40,10 @@ def layout_rank(rank: int, world: int, folder: str, layout: str) -> Any:
         strategies.append(ParallaxStrategy(layout, cluster_environment=GivenEnvironment(rank, world)))
         return Trainer(strategy=strategies[-1], devices=world, **{**COMMON, **options})
 
-    dp = 2 if "dp2" in layout else 1
+    dp = Layout.parse(layout).data_parallel_size or 1
     out = {}
     for name, scenario in SCENARIOS.items():
-        if "zero3" in layout and name in AVERAGING:
+        if Layout.parse(layout).shards_weights and name in AVERAGING:
             continue
         out[name] = scenario(make, BATCH // dp, f"{folder}/{layout.replace(' ', '_')}-{name}")
         strategies[-1].close()
@@ -73,7 +74,7 @@ def compare(got: Any, want: Any, where: str) -> None:
         assert got == want, where
 
 
-@pytest.mark.parametrize("layout", ["pp2 mb4", "pp2 dp2 zero2 mb2", "pp2 tp2 mb2", "pp2 dp2 zero3"])
+@pytest.mark.parametrize("layout", ["pp2 mb4", "pp2 dp2 zero2 mb2", "pp2 tp2 mb2", "pp2 dp2 zero3", "tp2 dp2 fsdp"])
 def test_as_in_one_process(layout: str, plain: Any, tmp_path: Path) -> None:
     world = 2 if layout == "pp2 mb4" else 4
     for rank, got in enumerate(run_ranks(world, layout_rank, str(tmp_path), layout, timeout=200)):

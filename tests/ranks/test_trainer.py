@@ -248,7 +248,7 @@ def accumulating_rank(rank: int, world: int, layout: str) -> Any:
     return out
 
 
-@pytest.mark.parametrize("layout", ["pp2 dp2 mb2", "pp2 dp2 zero2 mb2", "dp4 zero3"])
+@pytest.mark.parametrize("layout", ["pp2 dp2 mb2", "pp2 dp2 zero2 mb2", "dp4 zero3", "dp4 fsdp"])
 def test_accumulation_and_clipping_by_value(layout: str) -> None:
     dp = 4 if layout.startswith("dp4") else 2
     losses, model = one_process(ROWS // (4 * dp), 4 * dp, value=0.01)
@@ -281,9 +281,9 @@ def resuming_rank(rank: int, world: int, folder: str, layout: str) -> Any:
     return want, got, lr, second.global_step
 
 
-@pytest.mark.parametrize("zero", [0, 1, 3])
-def test_resume_equals_a_straight_run(zero: int, tmp_path: Path) -> None:
-    for want, got, lr, steps in run_ranks(4, resuming_rank, str(tmp_path), f"pp2 dp2 zero{zero} mb2", timeout=100):
+@pytest.mark.parametrize("sharding", ["zero0", "zero1", "zero3", "fsdp"])
+def test_resume_equals_a_straight_run(sharding: str, tmp_path: Path) -> None:
+    for want, got, lr, steps in run_ranks(4, resuming_rank, str(tmp_path), f"pp2 dp2 {sharding} mb2", timeout=100):
         assert steps == 4
         assert lr == pytest.approx(1e-2 * 0.5**4)
         for name, tensor in want.items():
@@ -305,7 +305,7 @@ def several_rank(rank: int, world: int, layout: str) -> Any:
     return trained, untrained
 
 
-@pytest.mark.parametrize("layout", ["tp2 pp2", "dp2 pp2 zero3 mb2"])
+@pytest.mark.parametrize("layout", ["tp2 pp2", "dp2 pp2 zero3 mb2", "dp2 pp2 fsdp mb2"])
 def test_another_module_is_another_model(layout: str) -> None:
     dp = 2 if "dp2" in layout else 1
     _, model = one_process(ROWS // (4 * dp), 4 * dp)
