@@ -11,7 +11,7 @@ bytes, more memory. Between steps a rank holds its share only, at both.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -91,32 +91,24 @@ class FSDPEngine(DataEngine):
             keep=layout.zero_stage == 2,
             prefetch=layout.pipeline_parallel_size == 1,
         )
-        shares = {p: nn.Parameter(self.sharded.share(n)) if is_cut(p) else p for n, p in whole.items()}
-        self.trained = {name: shares[p] for name, p in whole.items()}
-        self._exchange(optimizer, whole)
+        self.trained = {n: nn.Parameter(self.sharded.share(n)) if is_cut(p) else p for n, p in whole.items()}
+        self._exchange(optimizer, {p: name for name, p in whole.items()})
         self.masters = MasterWeights(optimizer)
-        uncut = {p for p in whole.values() if not is_cut(p)}
         for group in ("data", "edp"):
-            if here := [p for p in whole.values() if p in uncut and groups[p] == group]:
-                self.buckets.append(GradBuckets(here, mesh[group], average_of=mesh.size("data")))
-        firsts = {p for p in uncut if mesh[groups[p]].is_first}
-        self.owned = [
-            share
-            for name, share in self.trained.items()
-            if owned(name) and (whole[name] not in uncut or whole[name] in firsts)
-        ]
+            if scalars := [p for p in whole.values() if not is_cut(p) and groups[p] == group]:
+                self.buckets.append(GradBuckets(scalars, mesh[group], average_of=mesh.size("data")))
+        here = {name: is_cut(p) or mesh[groups[p]].is_first for name, p in whole.items()}
+        self.owned = [share for name, share in self.trained.items() if owned(name) and here[name]]
 
-    def _exchange(self, optimizer: Optimizer, whole: dict[str, nn.Parameter]) -> None:
+    def _exchange(self, optimizer: Optimizer, names: Mapping[Tensor, str]) -> None:
         """Put shares in the place of whole parameters in the optimizer's groups, and in what it already keeps."""
-        names = {p: name for name, p in whole.items()}
         for group in optimizer.param_groups:
-            group["params"] = [self.trained[names[p]] if p in names else p for p in group["params"]]
+            group["params"] = [self.trained[names[p]] for p in group["params"] if p in names]
         for param in [p for p in optimizer.state if p in names]:
             name, state = names[param], optimizer.state.pop(param)
-            shaped = {k for k, v in state.items() if isinstance(v, Tensor) and v.shape == param.shape}
+            cut = {k for k, v in state.items() if isinstance(v, Tensor) and v.shape == param.shape and param.dim()}
             optimizer.state[self.trained[name]] = {
-                k: self.sharded.cut(name, v) if k in shaped and name in self.sharded.params else v
-                for k, v in state.items()
+                k: self.sharded.cut(name, v) if k in cut else v for k, v in state.items()
             }
 
     # One step
