@@ -27,6 +27,7 @@ def announce(
     plugins: Sequence[ParallelPlugin],
     module: nn.Module,
     shard_of: Callable[[str], ParamShard | None],
+    averaged_over: Callable[[str], str],
     place: str,
     order: Order | None,
 ) -> None:
@@ -35,19 +36,20 @@ def announce(
     Args:
         mesh, plugins, module: as assembled.
         shard_of: how a local parameter sits in the whole one.
+        averaged_over: the mesh group that holds replicas of it.
         place: host and device of this rank.
         order: which ranks have moved.
     """
     parts = [text for plugin in plugins if (text := plugin.describe().get("holds"))]
     parts.append(f"{_count(sum(_numel(p) for p in module.parameters()))} parameters")
-    told = mesh["control"].gather_objects(("; ".join(parts), place, _counted_here(module, shard_of)))
+    counted_here = _counted_here(module, shard_of, lambda fqn: mesh.index(averaged_over(fqn)) == 0)
+    told = mesh["control"].gather_objects(("; ".join(parts), place, counted_here))
     if mesh.rank == 0:
         holds, places, counted = (dict(enumerate(each)) for each in zip(*told, strict=True))
         line = order.describe() if order is not None else None
         apart = line is not None or len(set(places.values())) > 1
         Console().print(rank_table(mesh.layout, holds, places if apart else None))
-        whole = sum(counted[rank] for rank in mesh["model"].ranks)
-        Console().print(f"{_count(whole)} parameters in the whole model", highlight=False)
+        Console().print(f"{_count(sum(counted.values()))} parameters in the whole model", highlight=False)
         if line is not None:
             Console().print(line, highlight=False, soft_wrap=True)
 
@@ -63,10 +65,14 @@ def _sharded_summary(depth: int, trainer: Any, module: Any) -> DeepSpeedSummary:
     return DeepSpeedSummary(module, max_depth=depth)
 
 
-def _counted_here(module: nn.Module, shard_of: Callable[[str], ParamShard | None]) -> int:
+def _counted_here(
+    module: nn.Module, shard_of: Callable[[str], ParamShard | None], counts: Callable[[str], bool]
+) -> int:
     """Elements of the whole model that this rank accounts for: its own, without replicas and padding."""
     total = 0
     for fqn, param in module.named_parameters():
+        if not counts(fqn):
+            continue
         shard = shard_of(fqn)
         if shard is None or (shard.owner and shard.dim is None):
             total += _numel(param)

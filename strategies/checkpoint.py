@@ -59,7 +59,7 @@ def load(folder: Path, mesh: Mesh) -> dict[str, Any]:
     written = checkpoint.pop("parallax")["layout"]
     here = mesh.layout.to_dict()
     same = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size", "expert_parallel_size",
-            "data_parallel_size", "zero_stage", "data_engine")  # fmt: skip
+            "expert_tensor_parallel_size", "data_parallel_size", "zero_stage", "data_engine")  # fmt: skip
     pairs = {key: (written.get(key), here.get(key)) for key in same}
     differ = [f"{key}: {then} then, {now} now" for key, (then, now) in pairs.items() if then != now]
     if differ:

@@ -43,8 +43,12 @@ class Layout:
     """Ranks that share every sequence (`cp`). Unit: ranks. Default 1: sequences are whole."""
 
     expert_parallel_size: int = 1
-    """Ranks that share the experts of a layer (`ep`), folded over `dp x cp`, which it must divide; it takes no ranks
-    of its own. Unit: ranks. Default 1: every rank holds all experts."""
+    """Ranks that share the experts of a layer (`ep`), folded over `dp x cp x tp/etp`, which it must divide; it takes no
+    ranks of its own. Unit: ranks. Default 1: every rank holds all experts."""
+
+    expert_tensor_parallel_size: int | None = None
+    """Ranks of `tp` that share every matrix of an expert (`etp`), a divisor of `tp`; where it is smaller, experts and
+    their tokens spread over the rest of `tp` too. Unit: ranks. Default None: `tensor_parallel_size`."""
 
     data_parallel_size: int | None = None
     """Copies of the model that see different samples (`dp`). Unit: ranks. Default None: the rest of the world."""
@@ -170,16 +174,33 @@ class Layout:
         self._check_expert_fold()
 
     def _check_expert_fold(self) -> None:
+        tp, etp = self.tensor_parallel_size, self.experts_cut_over
+        if tp % etp:
+            valid = ", ".join(str(n) for n in range(1, tp + 1) if tp % n == 0)
+            raise ValueError(
+                f"expert_tensor_parallel_size {etp} does not divide tensor_parallel_size {tp}; use one of {valid}"
+            )
         if self.data_parallel_size is None:
             return  # the size of dp x cp is not known yet: `resolve` looks again
-        data = self.data_parallel_size * self.context_parallel_size
-        if data % self.expert_parallel_size:
-            valid = ", ".join(str(n) for n in range(1, data + 1) if data % n == 0)
+        fold = self.data_parallel_size * self.context_parallel_size * (tp // etp)
+        if fold % self.expert_parallel_size:
+            valid = ", ".join(str(n) for n in range(1, fold + 1) if fold % n == 0)
+            tensor = ("", "") if etp == tp else (" x tp/etp", f" x {tp // etp}")
             raise ValueError(
-                f"expert_parallel_size {self.expert_parallel_size} does not divide dp x cp = "
-                f"{self.data_parallel_size} x {self.context_parallel_size} = {data}, over which experts are folded; "
-                f"use one of {valid}"
+                f"expert_parallel_size {self.expert_parallel_size} does not divide dp x cp{tensor[0]} = "
+                f"{self.data_parallel_size} x {self.context_parallel_size}{tensor[1]} = {fold}, over which experts are "
+                f"folded; use one of {valid}"
             )
+
+    @property
+    def experts_cut_over(self) -> int:
+        """Ranks that share every matrix of an expert: `expert_tensor_parallel_size`, or that of attention and MLP."""
+        return self.expert_tensor_parallel_size or self.tensor_parallel_size
+
+    @property
+    def experts_apart(self) -> bool:
+        """Whether replicas of experts are on other ranks than replicas of the rest: "edp" instead of "data"."""
+        return self.expert_parallel_size > 1 or self.experts_cut_over < self.tensor_parallel_size
 
     @property
     def ranks_needed(self) -> int:
@@ -187,7 +208,8 @@ class Layout:
         model = self.tensor_parallel_size * self.pipeline_parallel_size * self.context_parallel_size
         if self.data_parallel_size is not None:
             return model * self.data_parallel_size
-        return model * self.expert_parallel_size // gcd(self.expert_parallel_size, self.context_parallel_size)
+        beside = self.context_parallel_size * (self.tensor_parallel_size // self.experts_cut_over)
+        return model * self.expert_parallel_size // gcd(self.expert_parallel_size, beside)
 
     def resolve(self, world_size: int) -> Layout:
         """This layout on `world_size` ranks, with `data_parallel_size` and `num_microbatches` known.
@@ -216,15 +238,18 @@ class Layout:
         needed, open_ended = self.ranks_needed, self.data_parallel_size is None
         asked = {axis: getattr(self, SHORT[axis]) for axis in ("tp", "pp", "cp", "dp", "ep")}
         close = []
-        for sizes in nearest_layouts(asked, world_size):
+        for sizes in nearest_layouts(asked, world_size, etp=self.expert_tensor_parallel_size):
             changes: dict[str, Any] = {SHORT[axis]: size for axis, size in sizes.items()}
             changes["context_inner_size"] = gcd(self.context_inner_size, sizes["cp"])
+            if self.expert_tensor_parallel_size is not None:
+                changes["expert_tensor_parallel_size"] = gcd(self.experts_cut_over, sizes["tp"])
             close.append(f"`{replace(self, **changes)}`")
         below = world_size // needed * needed
         worlds = [str(n) for n in (below, below + needed) if n] if open_ended else [str(needed)]
         why = ""
         if self.expert_parallel_size > 1 and open_ended:
-            why = f" (tp x pp x cp, and ep{self.expert_parallel_size} must divide dp x cp)"
+            fold = "dp x cp" if self.experts_cut_over == self.tensor_parallel_size else "dp x cp x tp/etp"
+            why = f" (tp x pp x cp, and ep{self.expert_parallel_size} must divide {fold})"
         return (
             f"layout `{self}` needs {'a multiple of' if open_ended else 'exactly'} {needed} ranks{why}, "
             f"there are {world_size}; nearest: {', '.join(close)}; or run with {' or '.join(worlds)} ranks"
@@ -268,6 +293,7 @@ class Layout:
         parts = [
             f"{axis}{size}" for axis in ("tp", "pp", "cp", "ep", "dp") if (size := getattr(self, SHORT[axis]) or 1) > 1
         ]
+        parts += [f"etp{etp}"] if (etp := self.expert_tensor_parallel_size) is not None else []
         parts += [f"sp{int(self.sequence_parallel)}"] if self.sequence_parallel is not None else []
         parts += [self.recompute] if self.recompute != type(self).recompute else []
         parts += [f"inner{self.context_inner_size}"] if self.context_inner_size > 1 else []

@@ -20,6 +20,7 @@ SHORT: Mapping[str, str] = MappingProxyType(
         "cp": "context_parallel_size",
         "inner": "context_inner_size",
         "ep": "expert_parallel_size",
+        "etp": "expert_tensor_parallel_size",
         "dp": "data_parallel_size",
         "zero": "zero_stage",
         "z": "zero_stage",
@@ -31,7 +32,13 @@ SHORT: Mapping[str, str] = MappingProxyType(
 )
 """Short key -> field. The first of two short keys of a field is the one printed."""
 
-OPTIONAL = ("data_parallel_size", "num_microbatches", "stages_per_rank", "sequence_parallel")
+OPTIONAL = (
+    "data_parallel_size",
+    "num_microbatches",
+    "stages_per_rank",
+    "sequence_parallel",
+    "expert_tensor_parallel_size",
+)
 """Fields that may be left open; "auto" or null leaves them so."""
 
 GROUP_OF_FIELD: Mapping[str, str] = MappingProxyType(

@@ -1,8 +1,8 @@
 """Where each rank sits: one frozen object with the axes, the coordinates and the groups.
 
 Axes from outermost to innermost are `pp, dp, cp, tp`, so that tensor-parallel ranks are neighbours.
-Expert parallelism folds over `dp x cp` (Liu et al. 2025, "MoE Parallel Folding"): the same ranks seen
-as `pp, edp, ep, tp`. The mesh decides nothing about what is computed and holds no module global; it
+Expert parallelism folds over `dp x cp x tp` (Liu et al. 2025, "MoE Parallel Folding"): the same ranks seen
+as `pp, edp, ep, etp`. The mesh decides nothing about what is computed and holds no module global; it
 can be built without process groups (`groups=False`) to reason about any number of ranks.
 """
 
@@ -68,7 +68,7 @@ class Mesh:
         layout: the resolved layout (data_parallel_size known).
         rank: global rank of this process.
         comms: one `AxisComm` per name in `VIEWS`, plus "tp_run2" and the like, "cp_inner", "cp_outer", "ep", "edp",
-            "pp_back" and "tie",
+            "etp" and "tp_shares" (either may be "tp" itself), "pp_back" and "tie",
             plus "control": a gloo group over the world for small messages on the CPU (errors, object broadcasts).
         ledger: the counter behind all of them.
     """
@@ -115,8 +115,9 @@ class Mesh:
             return AxisComm(name, mine, rank, group, ledger)
 
         comms = {name: comm(name, partition(view, sizes)) for name, view in VIEWS.items()}
+        tp = partition(("tp",), sizes)
         for name, parts in _further_partitions(layout).items():
-            comms[name] = comm(name, parts)
+            comms[name] = comms["tp"] if name in ("etp", "tp_shares") and parts == tp else comm(name, parts)
         comms["control"] = comm("control", [tuple(range(world))], backend=control_backend)
         return cls(layout, rank, MappingProxyType(comms), ledger)
 
@@ -218,12 +219,20 @@ def context_partitions(layout: Layout) -> dict[str, list[tuple[int, ...]]]:
 
 
 def expert_partitions(layout: Layout) -> dict[str, list[tuple[int, ...]]]:
-    """The groups "ep" and "edp": `dp x cp` of one stage and one tp index, cut into runs of ep ranks."""
-    ep = layout.expert_parallel_size
-    out: dict[str, list[tuple[int, ...]]] = {"ep": [], "edp": []}
-    for data in partition(("dp", "cp"), layout.axis_sizes()):
-        out["ep"] += [data[i : i + ep] for i in range(0, len(data), ep)]
-        out["edp"] += [data[i::ep] for i in range(ep)]
+    """The groups "etp", "tp_shares", "ep" and "edp": the ranks of one stage seen as edp x ep x etp.
+
+    "etp" are runs of neighbours in "tp", which share every matrix of an expert; "tp_shares" joins the ranks at the same
+    place of the runs of one "tp", which share its tokens among them.
+    """
+    ep, etp = layout.expert_parallel_size, layout.experts_cut_over
+    out: dict[str, list[tuple[int, ...]]] = {"etp": [], "tp_shares": [], "ep": [], "edp": []}
+    for tp in partition(("tp",), layout.axis_sizes()):
+        out["etp"] += [tp[i : i + etp] for i in range(0, len(tp), etp)]
+        out["tp_shares"] += [tp[i::etp] for i in range(etp)]
+    for stage in partition(("dp", "cp", "tp"), layout.axis_sizes()):
+        for lane in (stage[i::etp] for i in range(etp)):
+            out["ep"] += [lane[i : i + ep] for i in range(0, len(lane), ep)]
+            out["edp"] += [lane[i::ep] for i in range(ep)]
     return {name: sorted(parts) for name, parts in out.items()}
 
 

@@ -230,7 +230,15 @@ class ParallaxStrategy(StepStrategy):
                 self._engine = self._make_engine(self.lightning_module, training=training)
             self._agreed.clear()
             summarize_sharded(trainer.callbacks, zero_stage=self.mesh.layout.zero_stage if training else 0)
-            announce(self.mesh, self._plugins, self.lightning_module, self.shard_of, self.place, self._order)
+            announce(
+                self.mesh,
+                self._plugins,
+                self.lightning_module,
+                self.shard_of,
+                self.averaged_over,
+                self.place,
+                self._order,
+            )
 
     @property
     def _precision(self) -> ParallaxPrecision:

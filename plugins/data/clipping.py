@@ -52,7 +52,7 @@ def plan_step(
     Args:
         owned: reduced gradients (or parts of them) that this rank counts in the norm.
         sharded: whether `owned` is cut over the data axis (then it is summed over it too).
-        experts: the same for what is cut over "ep", and over "edp" when `sharded`.
+        experts: the same for what is replicated over "edp", and cut over it when `sharded`.
         scale: gradients are `scale.value` times too large; None for 1. With a scale the finiteness of the norm is
             read on the host once: it is the same number on every rank, so all of them decide alike.
     """
@@ -61,7 +61,10 @@ def plan_step(
         total += of_experts
         mesh["data"].all_reduce(total)
     else:
-        mesh["ep"].all_reduce(of_experts)
+        if mesh.layout.experts_apart:
+            if mesh.index("edp"):
+                of_experts.zero_()  # a replica of what the first rank of "edp" counts
+            mesh["data"].all_reduce(of_experts)
         total += of_experts
     mesh["model"].all_reduce(total)
     norm = total.sqrt()

@@ -1,4 +1,4 @@
-"""Parameters cut over "ep" under ZeRO: sharded and reduced over "edp" instead of the whole data axis.
+"""Parameters of experts under ZeRO: sharded and reduced over "edp" instead of the data axis.
 
 It is: how DeepSpeed is told which parameters these are (marks, groups of its own in the optimizer, its table of
 process groups). It is not: DeepSpeed's MoE layers, of which nothing is used.
@@ -42,7 +42,7 @@ class ExpertGroups:
         self.params = set(experts)
         self._optimizer = optimizer
         self._pairs: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        if mesh.size("ep") > 1:
+        if mesh.layout.experts_apart:
             groups = {name: mesh.real_group(name) for name in ("ep", "edp")}
             if self.params:
                 self._register(groups)

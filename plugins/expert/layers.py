@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from parallax.plugins.expert.functions import exchange, spread, weighted_sum
 from parallax.plugins.expert.routing import route, within_capacity
 from parallax.plugins.tensor.functions import copy_to_region, reduce_from_region
+from parallax.plugins.tensor.sequence_functions import Tokens, cut, gather, local_part
 from parallax.strategies.comm import AxisComm
 
 
@@ -24,13 +25,15 @@ class Experts(nn.Module):
 
     Attributes:
         ep: the expert axis: rank i holds whole experts [i E / n, (i + 1) E / n).
-        tp: the axis every expert is cut over inside; None when it is whole.
+        etp: the axis every expert is cut over inside; None when it is whole.
+        shares: the ranks that are called with the same tokens and dispatch a share of them each; None when alone.
         all_experts: experts of the layer over all ranks; the module's own `num_experts` counts those here.
         capacity_factor: choices an expert takes of a rank, over the mean; None takes all.
     """
 
     ep: AxisComm
-    tp: AxisComm | None
+    etp: AxisComm | None
+    shares: AxisComm | None
     all_experts: int
     capacity_factor: float | None
     is_experts_share = True  # its parameters are no other plugin's
@@ -43,15 +46,21 @@ class Experts(nn.Module):
         if self.capacity_factor is not None:
             choices = within_capacity(choices, weights, self.all_experts, self.capacity_factor)
             weights = weights.masked_fill(choices >= self.all_experts, 0)
-        if self.tp is not None:  # each rank computes a part of every expert: sum at the exit, gradients at the entry
-            hidden, weights = copy_to_region(hidden, self.tp), copy_to_region(weights, self.tp)
-        if self.ep.size == 1:
-            out = super().forward(hidden, choices, weights)
+        if self.shares is None:
+            return self._computed(hidden, choices, weights).view(shape)
+        tokens = Tokens((len(hidden),), self.shares.size)
+        part = local_part(choices - self.all_experts, tokens, self.shares.index) + self.all_experts  # padding: no expert
+        out = self._computed(cut(hidden, tokens, self.shares), part, cut(weights, tokens, self.shares))
+        return gather(out, tokens, self.shares).view(shape)
+
+    def _computed(self, hidden: Tensor, choices: Tensor, weights: Tensor) -> Tensor:
+        if self.etp is not None:  # each rank computes a part of every expert: sum at the exit, gradients at the entry
+            hidden, weights = copy_to_region(hidden, self.etp), copy_to_region(weights, self.etp)
+        if self.ep.size == 1 and self.shares is None:
+            out: Tensor = super().forward(hidden, choices, weights)
         else:
             out = self._dispatched(hidden, choices, weights)
-        if self.tp is not None:
-            out = reduce_from_region(out, self.tp)
-        return out.view(shape)
+        return out if self.etp is None else reduce_from_region(out, self.etp)
 
     def _dispatched(self, hidden: Tensor, choices: Tensor, weights: Tensor) -> Tensor:
         """Weights are applied where the tokens are: they need not travel, nor does their gradient."""
@@ -71,11 +80,16 @@ def _class(base: type) -> type[nn.Module]:
 
 
 def become_experts(
-    module: Any, ep: AxisComm, tp: AxisComm | None, all_experts: int, capacity_factor: float | None = None
+    module: Any,
+    ep: AxisComm,
+    etp: AxisComm | None,
+    all_experts: int,
+    capacity_factor: float | None = None,
+    shares: AxisComm | None = None,
 ) -> None:
     """Turn an experts module whose parameters are already local into this rank's share of it."""
     base: type = type(module)
     module.__class__ = _class(base)
-    module.ep, module.tp, module.all_experts = ep, tp, all_experts
+    module.ep, module.etp, module.shares, module.all_experts = ep, etp, shares, all_experts
     module.capacity_factor = capacity_factor
     module.num_experts = all_experts // ep.size

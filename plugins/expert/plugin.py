@@ -1,16 +1,19 @@
-"""The expert-parallel plugin: a model's experts cut over the axis "ep" (whole ones) and "tp" (inside each).
+"""The expert-parallel plugin: a model's experts cut over the axis "ep" (whole ones) and "etp" (inside each).
 
 It is: the contract of `plugins/base.py` carried out for experts modules. Plans come from `plans.py`, what runs from
 `layers.py`. It is not: the router, which stays the model's and is replicated, or the reduction of gradients, which
 the data engine does over "edp" for what is cut over "ep".
 
 What is sent per layer and micro-batch, for T tokens on this rank that choose k experts each, of h elements:
-forward two all-to-alls of T k h elements (dispatch, combine) and one of E counts; backward two more.
+forward two all-to-alls of T k h elements (dispatch, combine) and one of E counts; backward two more. Where experts
+fold over tp, its ranks hold the same T tokens and send their shares of them; outputs are gathered over "tp_shares", in
+backward the gradients of tokens and weights.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from torch import nn
 
@@ -27,7 +30,7 @@ BALANCED_OVER = {"microbatch": "cp", "global": "data"}
 
 
 class ExpertParallel(ParallelPlugin):
-    """Cuts experts over "ep", and inside over "tp" where the model's tp_plan says how.
+    """Cuts experts over "ep", and inside over "etp" where the model's tp_plan says how.
 
     Args:
         plan: `ep_plan` relative to the root module. Goes before plans the model carries.
@@ -56,6 +59,7 @@ class ExpertParallel(ParallelPlugin):
         self._balanced: AxisComm | None = None
         self._detach: Callable[[], None] | None = None
         self._shards: dict[str, ParamShard] = {}
+        self._apart: set[str] = set()
         self._report: dict[str, str] = {}
 
     def check(self, layout: Layout, model: nn.Module) -> None:
@@ -64,7 +68,7 @@ class ExpertParallel(ParallelPlugin):
         Raises:
             ValueError: with the number and what would do.
         """
-        ep, tp = layout.expert_parallel_size, layout.tensor_parallel_size
+        ep, etp = layout.expert_parallel_size, layout.experts_cut_over
         targets = self._targets(model, layout)
         if self._capacity_factor is not None and not targets:
             raise ValueError(f"expert_capacity_factor is set, but the model has no plan for its experts; {HOW_TO}")
@@ -79,23 +83,29 @@ class ExpertParallel(ParallelPlugin):
                     f"{target.fqn} has {target.num_experts} experts, which expert_parallel_size={ep} does not divide; "
                     f"use one of {', '.join(valid)}"
                 )
-            _cuts(target, (ep, 0), (tp, 0))
+            if etp < layout.tensor_parallel_size:
+                _require_grouped(target, etp)
+            _cuts(target, (ep, 0), (etp, 0))
 
     def apply(self, model: nn.Module, *, mesh: Mesh, layout: Layout) -> None:
-        ep, tp = mesh["ep"], mesh["tp"]
+        ep, etp, shares = mesh["ep"], mesh["etp"], mesh["tp_shares"]
         targets = self._targets(model, layout)
         for target in targets:
-            for name, shard in _cuts(target, (ep.size, ep.index), (tp.size, tp.index)).items():
-                param = target.module.get_parameter(name)
-                local = nn.Parameter(shard.take(param.detach()), requires_grad=param.requires_grad)
-                local.__dict__.update(param.__dict__)
-                setattr(target.module, name, local)
+            for name, shard in _cuts(target, (ep.size, ep.index), (etp.size, etp.index)).items():
+                if shard.dim is not None:
+                    param = target.module.get_parameter(name)
+                    local = nn.Parameter(shard.take(param.detach()), requires_grad=param.requires_grad)
+                    local.__dict__.update(param.__dict__)
+                    setattr(target.module, name, local)
                 self._shards[f"{target.fqn}.{name}"] = shard
-            cut_inside = bool(target.tensor) and tp.size > 1
-            if cut_inside or ep.size > 1 or self._capacity_factor is not None:
-                cut = tp if cut_inside else None
-                become_experts(target.module, ep, cut, target.num_experts, self._capacity_factor)
-        self._report = _describe(targets, ep, tp)
+                if shard.axis == "ep" or shares.size > 1:
+                    self._apart.add(f"{target.fqn}.{name}")
+            cut_inside = bool(target.tensor) and etp.size > 1
+            if cut_inside or ep.size * shares.size > 1 or self._capacity_factor is not None:
+                cut = etp if cut_inside else None
+                sharing = shares if shares.size > 1 else None
+                become_experts(target.module, ep, cut, target.num_experts, self._capacity_factor, sharing)
+        self._report = _describe(targets, ep, etp, shares)
         self._balanced = mesh[self._balanced_over]
 
     def _targets(self, model: nn.Module, layout: Layout) -> list[ExpertsTarget]:
@@ -116,15 +126,25 @@ class ExpertParallel(ParallelPlugin):
         return self._shards.get(fqn)
 
     def averaged_over(self, fqn: str) -> str | None:
-        shard = self._shards.get(fqn)
-        return "edp" if shard is not None and shard.axis == "ep" else None
+        return "edp" if fqn in self._apart else None
 
     def describe(self) -> dict[str, str]:
         return dict(self._report)
 
 
-def _cuts(target: ExpertsTarget, ep: tuple[int, int], tp: tuple[int, int]) -> dict[str, ParamShard]:
-    """Parameter name -> how the part of rank (ep index, tp index) sits in it, for (size, index) of both axes."""
+def _require_grouped(target: ExpertsTarget, etp: int) -> None:
+    """Where experts fold over tp, replicas of all their parameters are on other ranks than those of the rest."""
+    others = [name for name, _ in target.module.named_parameters(recurse=False) if name not in target.grouped]
+    if others:
+        raise ValueError(
+            f"expert_tensor_parallel_size={etp} is less than tensor_parallel_size and spreads experts over tp, but the "
+            f"plan of {target.fqn} does not say that {', '.join(others)} belong to single experts ('grouped_gemm'); "
+            f"name them, or leave expert_tensor_parallel_size out"
+        )
+
+
+def _cuts(target: ExpertsTarget, ep: tuple[int, int], etp: tuple[int, int]) -> dict[str, ParamShard]:
+    """Parameter name -> how the part of rank (ep index, etp index) sits in it, for (size, index) of both axes."""
     out = {}
     for name, param in target.module.named_parameters(recurse=False):
         shape = tuple(param.shape)
@@ -133,21 +153,19 @@ def _cuts(target: ExpertsTarget, ep: tuple[int, int], tp: tuple[int, int]) -> di
             each = shape[0] // ep[0]
             outer = ParamShard(shape, 0, ((ep[1] * each, (ep[1] + 1) * each),), axis="ep")
         inner = None
-        if (word := target.tensor.get(name)) is not None and tp[0] > 1:
-            inner = _inner(f"{target.fqn}.{name}", outer.local_shape if outer else shape, word, *tp)
+        if (word := target.tensor.get(name)) is not None and etp[0] > 1:
+            inner = _inner(f"{target.fqn}.{name}", outer.local_shape if outer else shape, word, *etp)
         if outer is not None and inner is not None:
             out[name] = ParamShard(outer.shape, 0, outer.ranges, axis="ep", inner=inner)
-        elif (shard := outer or inner) is not None:
-            out[name] = shard
         else:
-            continue
-        if inner is None and tp[0] > 1:  # whole on every tp rank: counted once
-            out[name] = ParamShard(**{**vars(out[name]), "owner": tp[1] == 0})
+            out[name] = outer or inner or ParamShard(shape)
+        if inner is None and etp[0] > 1:  # whole on every etp rank: counted once
+            out[name] = replace(out[name], owner=etp[1] == 0)
     return out
 
 
 def _inner(fqn: str, shape: tuple[int, ...], word: str, size: int, index: int) -> ParamShard:
-    """The cut of one expert parameter over tp; `shape` is that of this rank's experts."""
+    """The cut of one expert parameter over etp; `shape` is that of this rank's experts."""
     dims = {"colwise": -2, "packed_colwise": -2, "rowwise": -1, "packed_rowwise": -1}
     if word not in dims:
         raise ValueError(f"style {word!r} of expert parameter {fqn!r} is not implemented; use one of {', '.join(dims)}")
@@ -156,20 +174,23 @@ def _inner(fqn: str, shape: tuple[int, ...], word: str, size: int, index: int) -
     block = shape[dim] // blocks
     if shape[dim] % blocks or block % size:
         raise ValueError(
-            f"{fqn}: tensor_parallel_size={size} does not divide the experts' width {block}; use a divisor of {block}"
+            f"{fqn}: tensor_parallel_size={size} does not divide the experts' width {block}; use a divisor of {block}, "
+            f"or expert_tensor_parallel_size=1"
         )
     each = block // size
     ranges = tuple((b * block + index * each, b * block + (index + 1) * each) for b in range(blocks))
     return ParamShard(shape, dim, ranges)
 
 
-def _describe(targets: list[ExpertsTarget], ep: AxisComm, tp: AxisComm) -> dict[str, str]:
-    if not targets or ep.size == tp.size == 1:
+def _describe(targets: list[ExpertsTarget], ep: AxisComm, etp: AxisComm, shares: AxisComm) -> dict[str, str]:
+    if not targets or ep.size == etp.size == shares.size == 1:
         return {}
     counts = sorted({t.num_experts for t in targets})
-    inside = f", each cut over tp{tp.size}" if tp.size > 1 and any(t.tensor for t in targets) else ""
+    inside = f", each cut over {etp.axis}{etp.size}" if etp.size > 1 and any(t.tensor for t in targets) else ""
+    gathers = f"; forward and backward an all-gather over {shares.size} ranks of tp" if shares.size > 1 else ""
+    sends = "per layer and micro-batch forward 2 all-to-alls, backward 2" if ep.size > 1 else "nothing over ep"
     return {
         "holds": f"ep part {ep.index + 1} of {ep.size}: {'/'.join(str(c // ep.size) for c in counts)} of "
         f"{'/'.join(map(str, counts))} experts in each of {len(targets)} layers{inside}",
-        "sends": "per layer and micro-batch forward 2 all-to-alls, backward 2" if ep.size > 1 else "nothing over ep",
+        "sends": f"{sends}{gathers}",
     }

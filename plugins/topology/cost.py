@@ -37,10 +37,16 @@ class Shape(NamedTuple):
     cp: int
     tp: int
     ep: int = 1
+    etp: int | None = None
 
     @property
     def size(self) -> int:
         return self.pp * self.dp * self.cp * self.tp
+
+    @property
+    def tensor(self) -> int:
+        """Ranks of tp that share every matrix of an expert."""
+        return self.etp or self.tp
 
 
 class Prediction(NamedTuple):
@@ -72,7 +78,7 @@ def groups_of(shape: Shape, traffic: Sequence[AxisTraffic]) -> tuple[Groups, ...
         "cp": ranks.permute(0, 1, 3, 2).reshape(-1, shape.cp),
         "pp": ranks.permute(1, 2, 3, 0).reshape(-1, shape.pp),
         "dp": data,
-        "ep": data.reshape(-1, shape.ep),
+        "ep": ranks.reshape(shape.pp, -1, shape.tensor).permute(0, 2, 1).reshape(-1, shape.ep),
     }
     return tuple(Groups(each, members[each.axis].contiguous()) for each in traffic)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import gcd
 
 import torch
 from torch import Tensor
@@ -176,6 +177,8 @@ def _smaller(asked: Layout, axis: str, size: int) -> list[Layout]:
     if axis == "ep":
         return [replace(asked, expert_parallel_size=size)]
     moved = asked.tensor_parallel_size // size
+    if asked.expert_tensor_parallel_size is not None:
+        asked = replace(asked, expert_tensor_parallel_size=gcd(asked.experts_cut_over, size))
     pp, dp = asked.pipeline_parallel_size, asked.data_parallel_size
     return [
         replace(asked, tensor_parallel_size=size, pipeline_parallel_size=pp * moved),

@@ -114,7 +114,7 @@ def plan_reorder(cluster: Cluster, slots: Sequence[Slot], layout: Layout) -> tup
 
 def shape_of(layout: Layout) -> Shape:
     """Axis sizes of a resolved layout."""
-    return Shape(**layout.axis_sizes(), ep=layout.expert_parallel_size)
+    return Shape(**layout.axis_sizes(), ep=layout.expert_parallel_size, etp=layout.experts_cut_over)
 
 
 @dataclass
@@ -234,7 +234,9 @@ class _Planner:
     def _inside(self, size: Mapping[str, int]) -> tuple[Shape, list[AxisTraffic]]:
         """The part of the layout that lies in one node, with the volumes of the whole."""
         data = size["dp"] * size["cp"]
-        shape = Shape(size["pp"], size["dp"], size["cp"], size["tp"], gcd(self.shape.ep, data))
+        etp = gcd(self.shape.tensor, size["tp"])
+        ep = gcd(self.shape.ep, data * (size["tp"] // etp))
+        shape = Shape(size["pp"], size["dp"], size["cp"], size["tp"], ep, etp)
         parts = {"tp": shape.tp, "ep": shape.ep, "cp": shape.cp, "pp": shape.pp, "dp": data}
         return shape, [
             AxisTraffic(t.axis, t.pattern, parts[t.axis], t.edge_bytes) for t in self.traffic if parts[t.axis] > 1

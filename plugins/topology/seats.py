@@ -54,8 +54,8 @@ def seats(cluster: Cluster, slots: Sequence[Slot], layout: Layout, new_rank_of: 
         node = cluster.nodes[slot.node]
         at = coordinates(rank, sizes)
         named = {axis: at[axis] for axis in ("pp", "dp", "cp") if sizes[axis] > 1}
-        if ep > 1:  # runs of dp x cp, see strategies/mesh.py
-            named["ep"] = (at["dp"] * sizes["cp"] + at["cp"]) % ep
+        if ep > 1:  # runs of dp x cp x tp/etp, see strategies/mesh.py
+            named["ep"] = rank // layout.experts_cut_over % ep
         if sizes["tp"] > 1:
             named["tp"] = at["tp"]
         device = None if slot.device is None else node.devices[slot.device].index

@@ -106,7 +106,8 @@ def traffic_of(layout: Layout, model: ModelShape | None = None) -> tuple[AxisTra
 
     - tp: 4 all-reduces of b x s/cp x h per layer and micro-batch, 6 with recomputation (Shoeybi et al. 2019); the
       all-gather and reduce-scatter of sequence parallelism have the same volume (Korthikanti et al. 2022).
-    - ep: 2 all-to-alls forward and 2 backward of b x s/cp x h x top_k per expert layer (Lepikhin et al. 2020).
+    - ep: 2 all-to-alls forward and 2 backward of b x s/cp x h x top_k per expert layer (Lepikhin et al. 2020), over
+      tp/etp where experts fold over tp.
     - cp: cp-1 rotations of K and V forward, of K, V and their gradients backward (Liu et al. 2023), cut over tp.
     - pp: b x s/cp x h forward and as much backward per boundary and micro-batch (Narayanan et al. 2021).
     - dp: an all-reduce of the gradients held here; with ZeRO-3 two all-gathers of the weights and a reduce-scatter,
@@ -145,9 +146,10 @@ def _volumes(layout: Layout, model: ModelShape, sizes: Mapping[str, int]) -> dic
     again = 1.5 if model.recompute else 1.0
     weights = model.parameters / (tp * pp) * model.element_bytes
     zero3 = 1.5 if layout.zero_stage == 3 else 1.0
+    beside = layout.experts_cut_over / tp  # ranks of tp that hold other experts share the tokens
     return {
         "tp": 2 * (tp - 1) / tp * 4 * again * activation * model.layers / pp * passes,
-        "ep": 4 * again * activation * model.top_k * model.moe_layers / pp * passes / sizes["ep"],
+        "ep": 4 * again * activation * model.top_k * model.moe_layers / pp * passes / sizes["ep"] * beside,
         "cp": (cp - 1) * (4 if model.recompute else 3) * kv * model.layers / pp * passes,
         "pp": activation * passes,
         "dp": 2 * (dp - 1) / dp * zero3 * weights,

@@ -24,6 +24,9 @@ LAYOUTS = {
     2: ["dp2 ep2", "cp2 ep2"],
     4: [
         "dp4 ep4",
+        "tp2 dp2 ep4 etp1",
+        "tp4 ep2 etp2",
+        "tp2 dp2 ep2 etp1 zero2",
         "tp2 dp2 ep2",
         "pp2 dp2 ep2 mb2",
         "dp2 cp2 ep4",

@@ -48,6 +48,14 @@ def test_experts_in_a_list_of_modules() -> None:
         check("ep2", model)
 
 
+def test_parameters_of_no_single_expert_do_not_fold_over_tp() -> None:
+    model = PlainMoe()
+    model.ep_plan = {name: word for name, word in PlainMoe.ep_plan.items() if not name.endswith("down")}
+    check("tp2 ep2", model)
+    with pytest.raises(ValueError, match=r"does not say that down belong to single experts"):
+        check("tp2 ep2 etp1", model)
+
+
 def test_a_width_that_tp_does_not_divide() -> None:
     with pytest.raises(ValueError, match="tensor_parallel_size=16 does not divide the experts' width 24"):
         check("tp16 ep2", PlainMoe(), world=32)

@@ -105,6 +105,8 @@ def test_a_switch_takes_nothing_else_and_needs_its_axis() -> None:
         ("tp=two", ["tensor_parallel_size", "'two'"]),
         ("tp=-2", ["tensor_parallel_size", "-2"]),
         ("ep3 dp4", ["expert_parallel_size 3", "4 x 1 = 4", "1, 2, 4"]),
+        ("tp4 etp3", ["expert_tensor_parallel_size 3", "tensor_parallel_size 4", "1, 2, 4"]),
+        ("tp4 etp2 ep3 dp2", ["expert_parallel_size 3", "2 x 1 x 2 = 4", "1, 2, 4"]),
         ("tp2pp2", ["'tp2pp2'"]),
     ],
 )
@@ -220,18 +222,21 @@ def test_resolved_data_engine(engine: str, stage: int, resolved: str) -> None:
 
 
 def test_resolve_accepts_exactly_what_brute_force_does() -> None:
-    for tp, pp, cp, ep in itertools.product((1, 2, 3, 4), repeat=4):
-        asked = Layout(tp, pp, cp, ep)
+    for tp, pp, cp, ep, etp in itertools.product((1, 2, 3, 4), (1, 2, 3, 4), (1, 2, 3, 4), (1, 2, 3, 4), (None, 1, 2)):
+        if tp % (etp or tp):
+            continue
+        asked = Layout(tp, pp, cp, ep, etp)
+        beside = cp * tp // (etp or tp)
         for world in range(1, 17):
-            fits = any(tp * pp * cp * dp == world and (dp * cp) % ep == 0 for dp in range(1, world + 1))
+            fits = any(tp * pp * cp * dp == world and (dp * beside) % ep == 0 for dp in range(1, world + 1))
             try:
                 asked.resolve(world)
                 accepted = True
             except ValueError:
                 accepted = False
-            assert accepted == fits, (tp, pp, cp, ep, world)
+            assert accepted == fits, (tp, pp, cp, ep, etp, world)
         assert asked.ranks_needed == next(
-            w for w in itertools.count(1) if w % (tp * pp * cp) == 0 and w // (tp * pp) % ep == 0
+            w for w in itertools.count(1) if w % (tp * pp * cp) == 0 and w // (tp * pp * cp) * beside % ep == 0
         )
 
 
@@ -247,6 +252,7 @@ def test_resolve_accepts_exactly_what_brute_force_does() -> None:
         ("tp2 pp2 dp2", 6, ["exactly 8 ranks", "there are 6", "run with 8 ranks"]),
         ("tp8", 4, ["`tp4`, `tp2 dp2`"]),
         ("tp2 ep4", 4, ["multiple of 8", "ep4 must divide dp x cp", "`tp2 ep2 dp2`"]),
+        ("tp2 ep8 etp1", 4, ["multiple of 8", "ep8 must divide dp x cp x tp/etp", "`tp2 ep4 dp2 etp1`"]),
         ("", 0, ["at least 1 rank", "0"]),
     ],
 )

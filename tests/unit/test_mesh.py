@@ -24,7 +24,15 @@ from parallax.strategies.mesh import (
 )
 from parallax.strategies.report import ranges, rank_table
 
-LAYOUTS = [("dp1", 1), ("tp2 pp2 dp2", 8), ("tp3 cp2 ep2", 12), ("tp2 pp4 cp2 ep4", 64), ("tp8 pp2 ep2 dp4", 64)]
+LAYOUTS = [
+    ("dp1", 1),
+    ("tp2 pp2 dp2", 8),
+    ("tp3 cp2 ep2", 12),
+    ("tp2 pp4 cp2 ep4", 64),
+    ("tp8 pp2 ep2 dp4", 64),
+    ("tp4 pp2 cp2 ep16 etp1", 64),
+    ("tp4 pp2 ep4 etp2 dp4", 32),
+]
 
 
 def _grid(layout: Layout) -> np.ndarray:
@@ -40,9 +48,9 @@ def _slices(grid: np.ndarray, view: tuple[str, ...]) -> list[tuple[int, ...]]:
 
 
 def _folded(layout: Layout) -> np.ndarray:
-    """The second view of the same ranks: pp, edp, ep, tp."""
+    """The second view of the same ranks: pp, edp, ep, etp."""
     sizes, ep = layout.axis_sizes(), layout.expert_parallel_size
-    return np.arange(layout.world_size).reshape(sizes["pp"], sizes["dp"] * sizes["cp"] // ep, ep, sizes["tp"])
+    return np.arange(layout.world_size).reshape(sizes["pp"], -1, ep, layout.experts_cut_over)
 
 
 @pytest.mark.parametrize(("text", "world"), LAYOUTS)
@@ -66,12 +74,15 @@ def test_groups_are_slices(text: str, world: int) -> None:
 
 
 @pytest.mark.parametrize(("text", "world"), LAYOUTS)
-def test_experts_fold_over_dp_and_cp(text: str, world: int) -> None:
+def test_experts_fold_over_dp_cp_and_tp(text: str, world: int) -> None:
     layout = Layout.parse(text).resolve(world)
     grid = _folded(layout)
     parts = expert_partitions(layout)
     assert parts["ep"] == sorted(tuple(g) for g in np.moveaxis(grid, 2, -1).reshape(-1, grid.shape[2]).tolist())
     assert parts["edp"] == sorted(tuple(g) for g in np.moveaxis(grid, 1, -1).reshape(-1, grid.shape[1]).tolist())
+    assert parts["etp"] == sorted(tuple(g) for g in grid.reshape(-1, grid.shape[3]).tolist())
+    shares = _grid(layout).reshape(-1, layout.tensor_parallel_size // grid.shape[3], grid.shape[3]).swapaxes(1, 2)
+    assert parts["tp_shares"] == sorted(tuple(g) for g in shares.reshape(-1, shares.shape[2]).tolist())
 
 
 @pytest.fixture
