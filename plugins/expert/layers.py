@@ -49,7 +49,8 @@ class Experts(nn.Module):
         if self.shares is None:
             return self._computed(hidden, choices, weights).view(shape)
         tokens = Tokens((len(hidden),), self.shares.size)
-        part = local_part(choices - self.all_experts, tokens, self.shares.index) + self.all_experts  # padding: no expert
+        nobody = self.all_experts  # what padding chooses
+        part = local_part(choices - nobody, tokens, self.shares.index) + nobody
         out = self._computed(cut(hidden, tokens, self.shares), part, cut(weights, tokens, self.shares))
         return gather(out, tokens, self.shares).view(shape)
 
