@@ -67,6 +67,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "beam": {"mlp_layer_types": ["dense", "sparse"]},  # as the next ones: two layers, one with experts
     "flint": {"mlp_only_layers": [0]},
     "step3p5": {"mlp_layer_types": ["dense", "sparse"]},
+    "diffllama": {"num_key_value_heads": 8},  # in two halves
     "dots3_note_text": {"per_layer_config": None},
     "ernie4_5_vl_moe_text": {"moe_intermediate_size": [16, 16]},
     "glm5_next_text": {

@@ -16,7 +16,15 @@ from typing import Any
 from torch import nn
 
 from parallax.plugins.tensor.attributes import read_size
-from parallax.plugins.tensor.heads import has_shared_heads, head_count, query_heads, rotary_width, shared_heads
+from parallax.plugins.tensor.heads import (
+    counts_key_values,
+    head_count,
+    heads_of_blocks,
+    query_heads,
+    rotary_width,
+    shared_heads,
+)
+from parallax.plugins.tensor.norms import has_norm_per_head
 from parallax.plugins.tensor.plans import hf_models
 from parallax.plugins.tensor.shards import cut_of
 from parallax.plugins.tensor.styles import CUTTING, Kind
@@ -47,9 +55,10 @@ def conditions(model: nn.Module, targets: Iterable[Target]) -> list[Condition]:
     targets = list(targets)
     configs = {fqn: _text_config(module) for fqn, module in hf_models(model)}
     found = [c for fqn, config in configs.items() for c in _heads(model, config, fqn, targets)]
+    sharing = {t.block for t in targets if shared_heads(model, t) is not None}
     for target in targets:
         config = next((c for fqn, c in configs.items() if not fqn or target.fqn.startswith(f"{fqn}.")), None)
-        found += _sizes(model, target, config)
+        found += _sizes(model, target, config, sharing)
     return sorted(dict.fromkeys(found), key=lambda c: not c.is_heads)
 
 
@@ -83,6 +92,11 @@ def refuse_unfit(model: nn.Module, target: Target) -> None:
         rotary_width(model, target.fqn)
     if kind is Kind.LOCAL_HEADS:
         head_count(model, target.fqn)
+    if kind is Kind.PER_HEAD and not has_norm_per_head(module):
+        raise ValueError(
+            f"style {target.style.word!r} takes a module whose `norms` are torch.nn.LayerNorm, one for each head, but "
+            f"{target.fqn!r} is {type(module)}"
+        )
 
 
 def _text_config(module: nn.Module) -> Any:
@@ -107,18 +121,19 @@ def _heads(model: nn.Module, config: Any, fqn: str, targets: list[Target]) -> It
             yield Condition(name, number, is_heads=True)
 
 
-def _sizes(model: nn.Module, target: Target, config: Any) -> Iterator[Condition]:
+def _sizes(model: nn.Module, target: Target, config: Any, sharing: set[str]) -> Iterator[Condition]:
     where = re.sub(r"\.\d+(?=\.|$)", ".*", target.fqn)
     if target.style.kind is Kind.LOCAL_SIZE:
         number = read_size(target.module, target.part)
         assert number is not None
-        yield Condition(where, number, shares=has_shared_heads(target.module) and "key_value" in target.part)
-    if target.style.kind not in CUTTING or target.part:
+        yield Condition(where, number, shares=counts_key_values(target) and target.block in sharing)
+    if target.style.kind not in CUTTING or target.style.kind is Kind.WIDE_NORM or target.part:
         return
     if (heads := shared_heads(model, target)) is not None:
-        known = getattr(config, "num_key_value_heads", None) == heads
-        yield Condition("num_key_value_heads" if known else f"heads of {where}", heads, is_heads=True, shares=True)
-        return
+        known = next((n for n in ("num_key_value_heads", "num_kv_heads") if getattr(config, n, None) == heads), None)
+        yield Condition(known or f"heads of {where}", heads, is_heads=True, shares=True)
+        if not target.style.heads:
+            return
     if (queries := query_heads(model, target)) is not None:
         known = getattr(config, "num_attention_heads", None) == queries
         yield Condition("num_attention_heads" if known else f"heads of {where}", queries, is_heads=True)
@@ -126,7 +141,10 @@ def _sizes(model: nn.Module, target: Target, config: Any) -> Iterator[Condition]
     cut = cut_of(target.fqn, target.module, target.style)
     if target.style.pads:
         return
-    for block in dict.fromkeys(cut.blocks):
+    if (halves := heads_of_blocks(model, target, cut.blocks)) is not None:
+        yield Condition(f"heads of a block of {where}", halves, is_heads=True)
+    groups = target.style.heads if target.style.grouped else 1
+    for block in dict.fromkeys(block * groups for block in cut.blocks):
         known = next((n for n in _CONFIG_NAMES if getattr(config, n, None) == block), None)
         label = f"{where}.{cut.label}" if len(cut.blocks) == 1 else f"a block of {where}.{cut.label}"
         yield Condition(f"{label} ({known})" if known else label, block)

@@ -12,7 +12,7 @@ from torch import nn
 
 from parallax.plugins.tensor.attributes import cut_argument, read_size, write_size
 from parallax.plugins.tensor.entry import SharedInput
-from parallax.plugins.tensor.heads import head_count, regroup, rotary_width
+from parallax.plugins.tensor.heads import head_count, regroup, rotary_width, sharers
 from parallax.plugins.tensor.layers import (
     become_column,
     become_entering,
@@ -22,6 +22,7 @@ from parallax.plugins.tensor.layers import (
     become_width_parallel,
     sum_output,
 )
+from parallax.plugins.tensor.norms import become_per_head, become_wide_norm
 from parallax.plugins.tensor.sequence import Sequence, install
 from parallax.plugins.tensor.sequence_plan import Trunk
 from parallax.plugins.tensor.shards import vocabulary
@@ -29,12 +30,13 @@ from parallax.plugins.tensor.streams import Streams, guard
 from parallax.plugins.tensor.styles import Kind
 from parallax.plugins.tensor.target import Target
 from parallax.strategies.comm import AxisComm
+from parallax.strategies.mesh import Mesh
 
 
 def convert(
     model: nn.Module,
     targets: Mapping[str, Target],
-    comm: AxisComm,
+    mesh: Mesh,
     trunk: Trunk | None,
     heads: set[int],
     pieces: int = 1,
@@ -47,6 +49,7 @@ def convert(
         heads: ids of the modules whose logits stay cut over the vocabulary.
         pieces: messages a row layer's output is sent in.
     """
+    comm = mesh["tp"]
     streams = Streams(comm.index)
     sequence = Sequence(comm, streams) if trunk is not None else None
     siblings: dict[str, list[Target]] = {}
@@ -83,6 +86,7 @@ def convert(
                 sequence=sequence if trunk is not None and target.fqn in trunk.direct else None,
                 is_head=id(target.module) in heads,
                 copies=target.copies,
+                sharers=sharers(mesh, target.copies) if target.style.heads and target.copies > 1 else None,
             )
         if not inside:
             guard(model.get_submodule(owner), streams)
@@ -109,5 +113,9 @@ def _become_layer(model: nn.Module, target: Target, comm: AxisComm) -> None:
         become_width_parallel(module, comm)
     elif kind is Kind.MLA_KEYS:
         become_mla_keys(module, comm, rotary_width(model, target.fqn))
+    elif kind is Kind.WIDE_NORM:
+        become_wide_norm(module, comm)
+    elif kind is Kind.PER_HEAD:
+        become_per_head(module, comm)
     elif kind is Kind.SUM_OUTPUT:
         sum_output(module, comm)

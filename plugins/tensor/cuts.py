@@ -44,7 +44,8 @@ def shard_parameters(model: nn.Module, targets: Mapping[str, Target], size: int,
 
 def _shards_of(target: Target, size: int, index: int) -> dict[str, ParamShard]:
     if not target.part:
-        return module_shards(target.fqn, target.module, target.style, size, index, target.copies)
+        copies = 1 if target.style.heads else target.copies  # which of a fused matrix share no element
+        return module_shards(target.fqn, target.module, target.style, size, index, copies)
     part = parameter_shard(target.fqn, target.module.get_parameter(target.part), target.style, size, index)
     return {} if part is None else {target.part: part}
 

@@ -10,6 +10,7 @@ dim. It is not: f as column layers use it, which is part of their products (`ent
 | `reduce_from_region` (g) | all-reduce | identity |
 | `gather_last_dim` | all-gather | slice |
 | `split_last_dim` | slice | all-gather |
+| `gather_halves` | all-gather | reduce-scatter |
 
 A cut attention or MLP is a *region*: f at its entry, g at its exit, the work between on this rank's slice.
 Under autocast f casts first, so that both all-reduces of a region carry the autocast dtype.
@@ -88,6 +89,26 @@ class _SplitLastDim(Function):
         return ctx.comm.all_gather(grad, dim=-1), None
 
 
+class _GatherHalves(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: AxisComm, width: int) -> Tensor:
+        ctx.comm, ctx.width = comm, width
+        front, halves = x.split([x.shape[-1] - 2 * width, 2 * width], dim=-1)
+        parts = x.new_empty(comm.size, *x.shape[:-1], 2, width)
+        comm.all_gather_into(parts, halves)
+        return torch.cat([front, parts.movedim(0, -2).flatten(-3)], dim=-1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        comm, width = ctx.comm, ctx.width
+        behind = 2 * comm.size * width
+        front, halves = grad.split([grad.shape[-1] - behind, behind], dim=-1)
+        mine = grad.new_empty(*grad.shape[:-1], 2 * width)
+        comm.reduce_scatter_into(mine, halves.unflatten(-1, (2, comm.size, width)).movedim(-2, 0).contiguous())
+        return torch.cat([front, mine], dim=-1), None, None
+
+
 def copy_to_region(x: Tensor, comm: AxisComm) -> Tensor:
     """f: `x` as it is; its gradient is summed over `comm`. Only layers of the region may read the result."""
     return cast(Tensor, _CopyToRegion.apply(x, comm))
@@ -106,3 +127,12 @@ def gather_last_dim(x: Tensor, comm: AxisComm, width: int) -> Tensor:
 def split_last_dim(x: Tensor, comm: AxisComm) -> Tensor:
     """This rank's [..., n / size] of a whole [..., n]; the gradient is gathered, whole on every rank."""
     return cast(Tensor, _SplitLastDim.apply(x, comm))
+
+
+def gather_halves(x: Tensor, comm: AxisComm, width: int) -> Tensor:
+    """The last 2 `width` features of x [..., n], the key's and the value's, with those of every rank of `comm`.
+
+    [..., n - 2 width + 2 size width]: what stands before them, the whole key, the whole value. Each rank's gradient of
+    the whole is that of its own queries; they are summed.
+    """
+    return cast(Tensor, _GatherHalves.apply(x, comm, width))

@@ -1,11 +1,13 @@
 """Key-value heads that are fewer than the ranks of the axis: which rank holds which.
 
 It is: the recognition of key and value projections, and of how many ranks share each of their heads (Shazeer 2019,
-Ainslie et al. 2023 for the attention; the replication is Megatron-LM's). It is not: the cut itself (`shards.py`) or
-the sum of the replicas' gradients (`gradients.py`).
+Ainslie et al. 2023 for the attention; both ways of sharing are Megatron-LM's). It is not: the cut itself (`shards.py`),
+the sum of the replicas' gradients (`gradients.py`) or the gathering of what each computes (`functions.py`).
 
-With k heads on n ranks, n a multiple of k, ranks [i n/k, (i + 1) n/k) hold head i. Each sees the gradients of its own
-query heads only, so the gradients of the replicas are summed.
+With k heads on n ranks, n a multiple of k, ranks [i n/k, (i + 1) n/k) share head i. Where key and value have
+projections of their own, each of these ranks holds the head; it sees the gradients of its own query heads only, so the
+gradients of the replicas are summed. Fused with the query, the matrix is cut evenly and each rank computes a part of
+the head's features, which are gathered; then no element is held twice.
 """
 
 from __future__ import annotations
@@ -20,20 +22,29 @@ from torch import nn
 from parallax.plugins.tensor.shards import cut_of
 from parallax.plugins.tensor.styles import Kind
 from parallax.plugins.tensor.target import Target
+from parallax.strategies.comm import AxisComm
+from parallax.strategies.mesh import Mesh
 
 _QUERY = re.compile(r"(?:^|.*_)(?:q|query)(?:_proj|_lin)?")
+_COUNT = re.compile(r"key_value|kv")
 _KEY_VALUE = re.compile(r"(?:^|.*_)(?:k|v|key|value)(?:_proj|_lin)?")
 
 
 def shared_heads(model: nn.Module, target: Target) -> int | None:
-    """Number of heads of a key or value projection that stands by itself; None for anything else."""
+    """Number of heads of a key or value projection, by itself or fused with the query's; None for anything else."""
     style = target.style
+    if style.heads:
+        return style.heads
     if style.kind is not Kind.COLUMN or style.whole_outside or len(style.blocks) > 1 or target.part:
         return None
     if not _KEY_VALUE.fullmatch(target.name):
         return None
-    width, owner = cut_of(target.fqn, target.module, style).size, model.get_submodule(target.block)
-    each = getattr(owner, "head_dim", None)
+    return _heads(model, target, cut_of(target.fqn, target.module, style).size)
+
+
+def _heads(model: nn.Module, target: Target, width: int) -> int | None:
+    """How many heads `width` features are, by the width of a head that the module around says."""
+    each = getattr(model.get_submodule(target.block), "head_dim", None)
     return width // each if isinstance(each, int) and each > 0 and width % each == 0 else None
 
 
@@ -45,28 +56,43 @@ def query_heads(model: nn.Module, target: Target) -> int | None:
     style = target.style
     if style.kind is not Kind.COLUMN or style.whole_outside or target.part or not _QUERY.fullmatch(target.name):
         return None
-    width, owner = cut_of(target.fqn, target.module, style).size, model.get_submodule(target.block)
-    each = getattr(owner, "head_dim", None)
-    return width // each if isinstance(each, int) and each > 0 and width % each == 0 else None
+    return _heads(model, target, cut_of(target.fqn, target.module, style).size)
 
 
-def has_shared_heads(attention: nn.Module) -> bool:
-    """Whether an attention module has its key and value projections apart from the query's."""
-    return any(_KEY_VALUE.fullmatch(name) for name, _ in attention.named_children())
+def heads_of_blocks(model: nn.Module, target: Target, blocks: tuple[int, ...]) -> int | None:
+    """Heads in each block of a key or value projection made of several equal ones (DiffLlama's halves); else None."""
+    if len(blocks) == 1 or len(set(blocks)) > 1 or not _KEY_VALUE.fullmatch(target.name):
+        return None
+    return _heads(model, target, blocks[0])
+
+
+def counts_key_values(target: Target) -> bool:
+    """Whether the target is a number of key-value heads."""
+    return target.style.kind is Kind.LOCAL_SIZE and _COUNT.search(target.name) is not None
+
+
+def sharers(mesh: Mesh, copies: int) -> AxisComm:
+    """The ranks of the tensor axis that share a head with this one, `copies` of them."""
+    return mesh["tp"] if copies == mesh.size("tp") else mesh[f"tp_run{copies}"]
 
 
 def with_copies(model: nn.Module, targets: Mapping[str, Target], size: int) -> dict[str, Target]:
     """`targets`, where key and value projections with fewer heads than `size` say how many ranks share each head."""
     out, groups = dict(targets), dict[str, int]()
     for fqn, target in targets.items():
-        heads = shared_heads(model, target)
+        wide = target.style.kind is Kind.WIDE_NORM
+        heads = _heads(model, target, _width(target)) if wide else shared_heads(model, target)
         if heads is not None and size % heads == 0 and heads < size:
             out[fqn] = replace(target, copies=size // heads)
             groups[target.block] = size // heads
     for fqn, target in targets.items():
-        if target.style.kind is Kind.LOCAL_SIZE and target.block in groups and "key_value" in target.name:
+        if counts_key_values(target) and target.block in groups:
             out[fqn] = replace(target, copies=groups[target.block])
     return out
+
+
+def _width(target: Target) -> int:
+    return target.module.get_parameter("weight").numel()
 
 
 def regroup(model: nn.Module, targets: Mapping[str, Target]) -> None:

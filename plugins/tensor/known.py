@@ -46,16 +46,19 @@ def _bloom(config: Any) -> Plan:
 
 
 def _falcon(config: Any) -> Plan:
-    if config.multi_query and not config.new_decoder_architecture:
-        return {
-            "h.*.self_attention.query_key_value": "refused: one key-value head (multi_query=True) is fused with "
-            f"{config.num_attention_heads} query heads in one matrix",
-        }
-    return _bloom(config) | {
-        # interleaved too, by groups of query heads that share a key and a value
+    fused = {}
+    if config.new_decoder_architecture:  # each key and value after the queries that share them
+        fused = _falcon_qkv(f"grouped_qkv_colwise({config.num_attention_heads},{config.num_kv_heads})")
+    elif config.multi_query:
+        fused = _falcon_qkv(f"qkv_colwise({config.num_attention_heads},1)")
+    return _bloom(config) | fused | {
         "h.*.self_attention.num_kv_heads": "local_size",
         "h.*.self_attention.attention_mask": "local_heads",  # holds the ALiBi of every head
     }
+
+
+def _falcon_qkv(word: str) -> Plan:
+    return {"h.*.self_attention.query_key_value": word}
 
 
 def _opt(config: Any) -> Plan:
@@ -97,14 +100,14 @@ def _fused_mlp(config: Any) -> Plan:
 def _stablelm(config: Any) -> Plan:
     plan = _attention("num_heads", "num_key_value_heads") | _gated_mlp()
     if config.qk_layernorm:
-        return plan | {"layers.*.self_attn.q_layernorm": "refused: qk_layernorm=True has one norm module per head"}
+        return plan | {f"layers.*.self_attn.{n}_layernorm": "per_head" for n in "qk"}
     return plan
 
 
 def _phi3(config: Any) -> Plan:
     heads, shared = config.num_attention_heads, config.num_key_value_heads
     return {
-        "layers.*.self_attn.qkv_proj": f"packed_colwise({heads},{shared},{shared})",
+        "layers.*.self_attn.qkv_proj": f"qkv_colwise({heads},{shared})",
         "layers.*.self_attn.config.num_attention_heads": "local_size",
         "layers.*.self_attn.num_key_value_heads": "local_size",
         "layers.*.self_attn.o_proj": "rowwise",
@@ -160,6 +163,49 @@ def _lfm2(config: Any) -> Plan:
     }
 
 
+def _lfm3(config: Any) -> Plan:
+    return _lfm2(config) | {
+        "layers.*.self_attn.o_proj": "rowwise",
+        "layers.*.self_attn.g_proj": "colwise",  # a gate of each head
+        **_head_norms("q_norm", "k_norm"),
+    }
+
+
+def _wide_norms(config: Any) -> Plan:
+    """Norms over all heads at once: transformers' plans gather there; here one number per token is summed."""
+    return _attention() | {f"layers.*.self_attn.{n}_norm": "colwise_norm" for n in "qk"}
+
+
+def _diffllama(config: Any) -> Plan:
+    """Differential attention (Ye et al. 2024): a head of the first half and its partner in the second stay together."""
+    return {
+        **_gated_mlp(),
+        **{f"layers.*.self_attn.{n}_proj": "packed_colwise" for n in "qkv"},
+        "layers.*.self_attn.o_proj": "rowwise",
+        **_head_norms("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"),
+    }
+
+
+def _dory(config: Any) -> Plan:
+    reason = "a norm over the outputs of all heads stands before it, and one over all features of the MLP"
+    return {"layers.*.self_attn.o_proj": f"refused: {reason}"}
+
+
+def _afmoe(config: Any) -> Plan:
+    gate = {"layers.*.self_attn.gate_proj": "colwise"}
+    return _llama(config) | _gated_mlp("mlp.shared_experts") | gate | _head_norms("q_norm", "k_norm")
+
+
+def _nemotron_h(config: Any) -> Plan:
+    """Attention, MLP or experts, all called `mixer`; state-space mixers stay whole."""
+    return {
+        **{f"layers.*.mixer.{n}_proj": "colwise" for n in ("q", "k", "v", "up")},
+        **{f"layers.*.mixer.{n}_proj": "rowwise" for n in ("o", "down")},
+        "layers.*.mixer.shared_experts.up_proj": "colwise",
+        "layers.*.mixer.shared_experts.down_proj": "rowwise",
+    }
+
+
 def _doge(config: Any) -> Plan:
     reason = "the plan of transformers gives every rank the dynamic mask of all heads"
     return {"layers.*.self_attn.dt_proj": f"refused: {reason}"}
@@ -191,9 +237,15 @@ KNOWN_PLANS: Mapping[str, Callable[[Any], Plan]] = MappingProxyType(
         "granitemoeshared": _granite_moe,
         "granitemoe_swa": _granite_moe,
         "granitemoehybrid": _granite_moe,
-        "jamba": _jamba,
-        "lfm2": _lfm2,
-        "lfm2_moe": _lfm2,
+        **dict.fromkeys(("jamba", "bamba", "falcon_h1"), _jamba),
+        **dict.fromkeys(("lfm2", "lfm2_moe"), _lfm2),
+        "lfm3": _lfm3,
+        "afmoe": _afmoe,
+        "sarvam_moe": lambda config: _head_norms("q_norm", "k_norm"),
+        "nemotron_h": _nemotron_h,
+        "diffllama": _diffllama,
+        "dory": _dory,
+        **dict.fromkeys(("olmo2", "olmo3", "olmoe", "flex_olmo", "minimax_m2", "olmo_hybrid"), _wide_norms),
         **dict.fromkeys(("deepseek_v3", "axk1", "sarvam_mla", "youtu"), _latent),
         "qwen2_moe": _shared_expert("shared_expert"),
         **dict.fromkeys(("cohere2_moe", "exaone_moe", "glm4_moe_lite", "solar_open"), _shared_expert("shared_experts")),

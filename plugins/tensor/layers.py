@@ -22,7 +22,13 @@ from torch.nn import functional as F
 
 from parallax.plugins.tensor.chunked import summed_product
 from parallax.plugins.tensor.entry import SharedInput
-from parallax.plugins.tensor.functions import copy_to_region, gather_last_dim, reduce_from_region, split_last_dim
+from parallax.plugins.tensor.functions import (
+    copy_to_region,
+    gather_halves,
+    gather_last_dim,
+    reduce_from_region,
+    split_last_dim,
+)
 from parallax.plugins.tensor.logits_ops import head_output
 from parallax.plugins.tensor.sequence import Sequence
 from parallax.plugins.tensor.streams import Streams
@@ -41,6 +47,7 @@ class Column(nn.Module):
         gathered: whole output width when the output is gathered, else None.
         is_head: whether the output is logits, which stay cut and only look whole (`logits.py`).
         sequence: set when the layer gathers its tokens by itself.
+        shared: ranks whose parts of one key and one value are put together here, and the width of this rank's; or None.
     """
 
     comm: AxisComm
@@ -50,6 +57,7 @@ class Column(nn.Module):
     gathered: int | None
     is_head: bool
     sequence: Sequence | None
+    shared: tuple[AxisComm, int] | None
 
     def forward(self, x: Tensor) -> Tensor:
         if self.sequence is not None:
@@ -60,7 +68,7 @@ class Column(nn.Module):
             out = self.entry.linear(x, self.member, _weight(self), _bias(self))
         if self.gathered is None:
             self.streams.enter()
-            return out
+            return out if self.shared is None else gather_halves(out, *self.shared)
         if self.is_head:
             return head_output(out, self.comm, self.gathered)
         return gather_last_dim(out, self.comm, self.gathered)
@@ -237,16 +245,25 @@ def become_column(
     sequence: Sequence | None = None,
     is_head: bool = False,
     copies: int = 1,
+    sharers: AxisComm | None = None,
 ) -> None:
-    """Turn a linear whose parameters are already local into a column-parallel one."""
+    """Turn a linear whose parameters are already local into a column-parallel one.
+
+    `copies` ranks share its heads: each holds them, or where `sharers` is given, of query, key and value in one matrix,
+    a part of the key and of the value.
+    """
     width = "out_features" if isinstance(module, nn.Linear) else "nf"
     whole = int(getattr(module, width))
     _set_class(module, Kind.COLUMN)
+    shared, here = None, whole * copies // comm.size
+    if sharers is not None:
+        part = whole * style.heads // sum(style.blocks) // comm.size
+        shared, here = (sharers, part), whole // comm.size + 2 * part * (copies - 1)
     if not style.whole_outside:
-        setattr(module, width, whole * copies // comm.size)
+        setattr(module, width, here)
     gathered = whole if style.whole_outside else None
     _set(module, comm=comm, streams=streams, entry=entry, member=member)
-    _set(module, gathered=gathered, is_head=is_head, sequence=sequence)
+    _set(module, gathered=gathered, is_head=is_head, sequence=sequence, shared=shared)
 
 
 def become_entering(module: nn.Module, entry: SharedInput, member: int, streams: Streams) -> None:

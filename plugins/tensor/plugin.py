@@ -23,17 +23,18 @@ from parallax.plugins.tensor.checks import conditions, refuse_unfit, require_div
 from parallax.plugins.tensor.convert import convert
 from parallax.plugins.tensor.cuts import holds_parameters, replace_parameters, shard_parameters
 from parallax.plugins.tensor.gradients import GradientSums
-from parallax.plugins.tensor.heads import with_copies
+from parallax.plugins.tensor.heads import sharers, with_copies
 from parallax.plugins.tensor.logits import whole
 from parallax.plugins.tensor.plans import collect_rules, resolve, vocabularies, vocabulary_heads
 from parallax.plugins.tensor.report import describe
 from parallax.plugins.tensor.sequence_plan import Trunk, find_trunk
-from parallax.plugins.tensor.styles import Kind
+from parallax.plugins.tensor.styles import CUTTING, Kind
 from parallax.plugins.tensor.target import Target
 from parallax.strategies.layout import Layout
 from parallax.strategies.mesh import Mesh
 from parallax.strategies.tree import map_tensors
 
+_PARTIAL = (Kind.SUM_GRAD, Kind.PER_HEAD, Kind.ENTERING)
 _WITHOUT_PARAMETERS = (Kind.LOCAL_SIZE, Kind.LOCAL_HEADS, Kind.ENTERING)
 
 
@@ -106,23 +107,22 @@ class TensorParallel(ParallelPlugin):
         replace_parameters(model, cuts)
         heads = vocabulary_heads(model, targets.values(), self._vocabularies)
         self._report = describe(model, targets, self._shards, comm, trunk, heads)
-        convert(model, targets, comm, trunk if isinstance(trunk, Trunk) else None, heads, self._chunks)
+        convert(model, targets, mesh, trunk if isinstance(trunk, Trunk) else None, heads, self._chunks)
 
     def _record(
         self, model: nn.Module, targets: Mapping[str, Target], cuts: Mapping[int, ParamShard], mesh: Mesh
     ) -> None:
         comm = mesh["tp"]
         experts = {id(p) for m in model.modules() if getattr(m, "is_experts_share", False) for p in m.parameters()}
-        partial = [t.module for t in targets.values() if t.style.kind in (Kind.SUM_GRAD, Kind.ENTERING)]
-        summed = {id(p) for module in partial for p in module.parameters()}
+        partial = [t for t in targets.values() if t.style.kind in _PARTIAL]
+        summed = {id(p) for t in partial for p in _parameters(t)}
         if isinstance(trunk := self._trunk, Trunk):
             summed |= {id(p) for fqn, p in model.named_parameters() if id(p) not in cuts and trunk.is_sharded(fqn)}
         self._sums.add(comm, [fqn for fqn, p in model.named_parameters() if id(p) in summed])
-        shared = [t for t in targets.values() if t.copies > 1 and t.style.kind is Kind.COLUMN]
+        shared = [t for t in targets.values() if t.copies > 1 and t.style.kind in CUTTING and not t.style.heads]
         for copies in sorted({t.copies for t in shared}):
             held = {id(p) for t in shared if t.copies == copies for p in t.module.parameters()}
-            sharers = comm if copies == comm.size else mesh[f"tp_run{copies}"]
-            self._sums.add(sharers, [fqn for fqn, p in model.named_parameters() if id(p) in held])
+            self._sums.add(sharers(mesh, copies), [fqn for fqn, p in model.named_parameters() if id(p) in held])
         for fqn, param in model.named_parameters(remove_duplicate=False):
             if id(param) in experts:  # the expert plugin has cut them, and knows how they sit in the whole
                 continue
@@ -157,3 +157,7 @@ class TensorParallel(ParallelPlugin):
 
     def describe(self) -> dict[str, str]:
         return dict(self._report)
+
+
+def _parameters(target: Target) -> list[nn.Parameter]:
+    return [target.module.get_parameter(target.part)] if target.part else list(target.module.parameters())

@@ -63,6 +63,10 @@ def collectives(
         forward["all-gathers"] += kind is Kind.EMBEDDING_WIDTH
         forward["all-gathers"] += kind is Kind.COLUMN and whole and id(target.module) not in heads
         backward["all-gathers"] += kind is Kind.ROW and (whole or inside)
+        forward["all-reduces"] += kind is Kind.WIDE_NORM
+        backward["all-reduces"] += kind is Kind.WIDE_NORM
+        forward["all-gathers"] += bool(target.style.heads and target.copies > 1)
+        backward["reduce-scatters"] += bool(target.style.heads and target.copies > 1)
     if sharded is not None:
         readers = {name for name in outside if not sharded.contains(f"{name}.")}
         outside -= readers

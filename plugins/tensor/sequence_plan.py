@@ -27,7 +27,10 @@ from parallax.plugins.tensor.styles import Kind
 from parallax.plugins.tensor.target import Target
 
 _TOKEN_WISE_NORM = re.compile(r"(rms|layer)_?norm", re.IGNORECASE)
-_PARTIAL = {Kind.COLUMN, Kind.ROW, Kind.ENTERING, Kind.SUM_GRAD, Kind.WHOLE, Kind.LOCAL_SIZE, Kind.LOCAL_HEADS}
+_PARTIAL = {
+    Kind.COLUMN, Kind.ROW, Kind.ENTERING, Kind.SUM_GRAD, Kind.WIDE_NORM, Kind.PER_HEAD, Kind.WHOLE, Kind.LOCAL_SIZE,
+    Kind.LOCAL_HEADS,
+}  # fmt: skip
 """Kinds under which gradients between the gathered input and the scattered output may be partial."""
 _ACTIVATIONS = ("torch.nn.modules.activation", "transformers.activations")
 

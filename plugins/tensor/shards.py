@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from parallax.plugins.base import ParamShard
+from parallax.plugins.tensor.norms import is_rms_norm
 from parallax.plugins.tensor.styles import Kind, Style
 
 
@@ -63,6 +64,9 @@ def cut_of(fqn: str, module: nn.Module, style: Style) -> Cut:
             return Cut({"weight": 0}, module.num_embeddings, "num_embeddings", (module.num_embeddings,))
         if style.kind is Kind.EMBEDDING_WIDTH:
             return Cut({"weight": 1}, module.embedding_dim, "embedding_dim", (module.embedding_dim,))
+    if style.kind is Kind.WIDE_NORM and is_rms_norm(module):
+        size = module.get_parameter("weight").numel()
+        return Cut({"weight": 0}, size, "weight", (size,))
     column = style.kind is Kind.COLUMN
     if style.kind in (Kind.COLUMN, Kind.ROW):
         if is_linear(kind):
@@ -78,7 +82,8 @@ def cut_of(fqn: str, module: nn.Module, style: Style) -> Cut:
             return Cut(dims, size, label, _blocks(fqn, label, size, style))
     raise ValueError(
         f"{fqn!r} is a {kind.__module__}.{kind.__qualname__}, which style {style.word!r} cannot cut; column and row "
-        "styles take exactly torch.nn.Linear or transformers' Conv1D, embedding styles exactly torch.nn.Embedding"
+        "styles take exactly torch.nn.Linear or transformers' Conv1D, embedding styles exactly torch.nn.Embedding, "
+        "'colwise_norm' an RMS norm"
     )
 
 
@@ -134,16 +139,29 @@ def module_shards(
     Raises:
         ValueError: as `cut_of`, or the cut is uneven and the style does not pad.
     """
-    cut = cut_of(fqn, module, style)
+    cut, make = cut_of(fqn, module, style), _grouped if style.grouped else shard
     owner, index, size = index % copies == 0, index // copies, size // copies
-    if not style.pads and any(block % size for block in cut.blocks):
-        raise ValueError(f"{fqn}.{cut.label}={cut.size} (blocks of {cut.blocks}) is not divisible by {size}")
+    blocks = tuple(sum(cut.blocks[i::3]) for i in range(3)) if style.grouped else cut.blocks
+    if not style.pads and any(block % size for block in blocks):
+        raise ValueError(f"{fqn}.{cut.label}={cut.size} (blocks of {blocks}) is not divisible by {size}")
     out = {}
     for name, dim in cut.dims.items():
         param = getattr(module, name, None)
         if param is not None:
-            out[name] = replace(shard(tuple(param.shape), dim, cut.blocks, size, index), owner=owner)
+            out[name] = replace(make(tuple(param.shape), dim, cut.blocks, size, index), owner=owner)
     return out
+
+
+def _grouped(shape: tuple[int, ...], dim: int, blocks: tuple[int, ...], size: int, index: int) -> ParamShard:
+    """Rank `index`'s part of groups of three blocks (query heads, their key, their value): whole groups, or where ranks
+    are more than groups an even part of each block of one group."""
+    groups = len(blocks) // 3
+    if size <= groups:
+        return shard(shape, dim, (sum(blocks),), size, index)
+    copies = size // groups
+    first = index // copies * 3
+    part, at = shard(shape, dim, blocks[first : first + 3], copies, index % copies), sum(blocks[:first])
+    return replace(part, ranges=tuple((at + start, at + stop) for start, stop in part.ranges))
 
 
 def vocabulary(module: nn.Module, size: int, index: int) -> tuple[int, int]:

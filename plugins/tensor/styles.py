@@ -10,6 +10,10 @@ come from (`plans.py`), how tensors are cut (`shards.py`) or what runs (`layers.
 | `rowwise` | input features cut, bias whole and added once | slice -> whole (all-reduce) |
 | `rowwise_split_input` (`rowwise_rep`) | as `rowwise` | whole (sliced here) -> whole |
 | `packed_colwise`, `packed_rowwise` | as above, each fused block cut separately | |
+| `qkv_colwise(h,k)` | as `packed_colwise(h,k,k)`: h query, k key-value heads; ranks may share these (`heads.py`) | |
+| `grouped_qkv_colwise(h,k)` | likewise, each key and value after its own query heads | |
+| `colwise_norm` | cut | an RMS norm over all heads at once: this rank's features, the mean square summed |
+| `per_head` | whole | a norm of each head in `norms`: those of this rank's heads; gradients are summed |
 | `embedding_rowwise` | vocabulary rows cut, padded if need be | ids -> whole vectors (all-reduce) |
 | `embedding_colwise` | vectors cut, padded if need be | ids -> whole vectors (all-gather) |
 | `mla_kv_a_proj` | whole | whole; its last features (rotary keys) enter the cut attention, which shares one gradient |
@@ -46,13 +50,15 @@ class Kind(Enum):
     MLA_KEYS = "mla_keys"
     ENTERING = "entering"
     SUM_GRAD = "sum_grad"
+    WIDE_NORM = "wide_norm"
+    PER_HEAD = "per_head"
     SUM_OUTPUT = "sum_output"
     WHOLE = "whole"
     LOCAL_SIZE = "local_size"
     LOCAL_HEADS = "local_heads"
 
 
-CUTTING = frozenset({Kind.COLUMN, Kind.ROW, Kind.EMBEDDING, Kind.EMBEDDING_WIDTH})
+CUTTING = frozenset({Kind.COLUMN, Kind.ROW, Kind.EMBEDDING, Kind.EMBEDDING_WIDTH, Kind.WIDE_NORM})
 """Kinds that leave this rank a part of a parameter."""
 
 
@@ -66,6 +72,8 @@ class Style:
         whole_outside: the activation on the far side of the cut is whole: a column's output is gathered, a
             row's input is sliced here.
         blocks: proportions of the fused blocks along the cut dim; (1,) when nothing is fused.
+        heads: key (and value) heads of a fused query, key and value; 0 for anything else.
+        grouped: whether the queries of each of those heads stand before it, rather than all queries before all keys.
         entered: a column's input is in the region already. No word says so: adapters are found to be so (`lora.py`),
             as is `Kind.ENTERING`, whole parameters whose input enters the region.
     """
@@ -74,6 +82,8 @@ class Style:
     kind: Kind
     whole_outside: bool = False
     blocks: tuple[int, ...] = (1,)
+    heads: int = 0
+    grouped: bool = False
     entered: bool = False
 
     @property
@@ -92,6 +102,10 @@ _WORDS: dict[str, tuple[Kind, bool]] = {
     "rowwise_rep": (Kind.ROW, True),
     "packed_colwise": (Kind.COLUMN, False),
     "packed_rowwise": (Kind.ROW, False),
+    "qkv_colwise": (Kind.COLUMN, False),
+    "grouped_qkv_colwise": (Kind.COLUMN, False),
+    "colwise_norm": (Kind.WIDE_NORM, False),
+    "per_head": (Kind.PER_HEAD, False),
     "embedding_rowwise": (Kind.EMBEDDING, False),
     "embedding_colwise": (Kind.EMBEDDING_WIDTH, False),
     "mla_kv_a_proj": (Kind.MLA_KEYS, False),
@@ -106,6 +120,7 @@ IMPLEMENTED = tuple(_WORDS)
 _EXPERT_WORDS = frozenset({"grouped_gemm", "ep_dispatch_experts", "ep_router", "moe_tp_experts", "moe_identity_expert"})
 _REFUSED = "refused: "
 _CALL = re.compile(r"(?P<word>packed_\w+)\((?P<blocks>\s*\d+\s*(,\s*\d+\s*)*)\)")
+_QKV = re.compile(r"(?P<word>(grouped_)?qkv_colwise)\(\s*(?P<queries>\d+)\s*,\s*(?P<heads>\d+)\s*\)")
 
 
 def is_expert_word(text: str) -> bool:
@@ -131,6 +146,8 @@ def parse_style(text: str, target: str) -> Style:
             f"style {text!r} of {target!r}: a plan does not say where sequences are cut; set sequence_parallel in the "
             "layout and leave the entry out"
         )
+    if call := _QKV.fullmatch(text):
+        return _fused_qkv(text, target, call["word"], int(call["queries"]), int(call["heads"]))
     word = text
     blocks: tuple[int, ...] = (1,)
     if call := _CALL.fullmatch(text):
@@ -141,7 +158,19 @@ def parse_style(text: str, target: str) -> Style:
             raise ValueError(f"style {text!r} of {target!r} needs at least one block, each of a size of 1 or more")
     elif text.startswith("packed_"):
         blocks = (1, 1)
-    if word not in _WORDS:
+    if word not in _WORDS or word.endswith("qkv_colwise"):
         raise ValueError(f"style {text!r} of {target!r} is not implemented; implemented: {', '.join(IMPLEMENTED)}")
     kind, whole_outside = _WORDS[word]
     return Style(text, kind, whole_outside, blocks)
+
+
+def _fused_qkv(text: str, target: str, word: str, queries: int, heads: int) -> Style:
+    if heads < 1 or queries % heads:
+        raise ValueError(
+            f"style {text!r} of {target!r} takes numbers of query and of key-value heads, the first a multiple of the "
+            f"second; got {queries} and {heads}"
+        )
+    kind, whole_outside = _WORDS[word]
+    if word.startswith("grouped_"):
+        return Style(text, kind, whole_outside, (queries // heads, 1, 1) * heads, heads=heads, grouped=True)
+    return Style(text, kind, whole_outside, (queries, heads, heads), heads=heads)

@@ -31,6 +31,9 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"target_modules": ["q_proj", "lm_head"], "modules_to_save": ["embed_tokens"]},
     ),
     "Conv1D, fused": ("gpt2", {}, {"target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True}),
+    "packed, one head shared": (
+        "phi3", {"num_key_value_heads": 1}, {"target_modules": ["qkv_proj", "o_proj"]},
+    ),
     "packed": ("phi3", {}, {"target_modules": ["qkv_proj", "gate_up_proj"], "lora_bias": True}),
 }
 

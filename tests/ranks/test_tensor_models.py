@@ -20,11 +20,13 @@ TWO: list[Case] = [
     ("gemma2", {}),  # soft caps, sliding window, tied and scaled embedding
     ("gemma3_text", {}),  # norms of query and key, two rotary bases
     ("phi3", {}),  # fused query, key, value of unequal widths; fused gate and up
-    ("olmo2", {}),  # norms over all heads
+    ("olmo2", {}),  # norms over all heads, whose mean squares are summed
+    ("diffllama", {}),  # heads in two halves, parameters by themselves that see a part
     ("opt", {}),  # learned positions, biases
     ("bloom", {}),  # ALiBi, interleaved heads
     ("falcon", {"alibi": True, "new_decoder_architecture": False, "multi_query": False, "num_kv_heads": 8}),
     ("falcon", {}),  # interleaved groups of heads
+    ("falcon", {"new_decoder_architecture": False}),  # one key-value head, fused with the queries and shared
     ("gpt_neox", {}),  # a bias everywhere, parallel residual
     ("cohere", {}),  # scaled logits, tied
     ("gpt_oss", {}),  # attention sinks, experts
@@ -37,6 +39,10 @@ FOUR: list[Case] = [
     ("qwen2", {"num_key_value_heads": 2}),  # with biases
     ("stablelm", {"num_key_value_heads": 2}),  # counted in attributes
     ("granite_swa", {}),  # sinks that the plan names by themselves
+    ("phi3", {"num_key_value_heads": 2}),  # fused with the queries: gathered by those that share a head
+    ("falcon", {"num_kv_heads": 2}),  # likewise, interleaved
+    ("stablelm", {"num_key_value_heads": 2, "qk_layernorm": True}),  # a norm of each head
+    ("olmo2", {"num_key_value_heads": 2}),  # norms over all heads, some of which ranks share
 ]
 
 
@@ -71,18 +77,23 @@ def test_four_ranks_equal_one_process_with_key_value_heads_that_ranks_share() ->
     hidden, each = SIZES["hidden_size"], SIZES["head_dim"]
     layers = SIZES["num_hidden_layers"]
     matrices, norms = layers * 2 * each * hidden * 8, layers * 2 * each * 8  # keys and values; of query and key
-    for llama, qwen3, qwen2, stablelm, _ in counts:
+    for llama, qwen3, qwen2, stablelm, _, phi3, falcon, normed, olmo2 in counts:
         assert llama["all_reduce step"] == stablelm["all_reduce step"] == matrices
         assert qwen3["all_reduce step"] == matrices + norms
         assert qwen2["all_reduce step"] == matrices + layers * 2 * each * 8  # biases
         activation = BATCH * SEQ * hidden * 8
         assert llama["all_reduce backward"] == (2 * layers + 1) * activation
+        assert normed["all_reduce step"] == matrices + layers * (8 + 2) * each * 8
+        gathered = layers * BATCH * SEQ * 2 * each * 8  # key and value of a head, by the two ranks that share it
+        assert olmo2["all_reduce backward"] == llama["all_reduce backward"] + layers * 2 * BATCH * SEQ * 8
+        assert "all_gather forward" not in olmo2
+        for fused in (phi3, falcon):
+            assert fused["all_gather forward"] == fused["reduce_scatter backward"] == gathered
 
 
 REFUSED: list[tuple[Case, str]] = [
-    (("stablelm", {"qk_layernorm": True}), "one norm module per head"),
-    (("falcon", {"new_decoder_architecture": False}), "fused with 8 query heads"),
-    (("phi3", {"num_key_value_heads": 1}), "num_key_value_heads=1 .* valid sizes for this model: 1$"),
+    (("doge", {}), "every rank the dynamic mask of all heads"),
+    (("phi3", {"num_attention_heads": 12, "num_key_value_heads": 3}), "num_key_value_heads=3 is not divisible by .*: 1$"),
 ]
 
 

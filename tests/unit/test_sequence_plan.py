@@ -42,8 +42,15 @@ def test_blocks_and_the_last_norm_of_hugging_face_models() -> None:
     assert isinstance(gpt2, Trunk) and gpt2.exit == "transformer.ln_f"  # which has no pipeline plan
 
 
-def test_what_norms_over_all_heads_or_routes_tokens_gets_the_whole_sequence() -> None:
-    olmo2 = _trunk(build("olmo2"))
+def test_what_gathers_or_routes_tokens_gets_the_whole_sequence() -> None:
+    model = build("olmo2")
+    summed = _trunk(model)
+    assert isinstance(summed, Trunk) and not summed.opaque
+    assert summed.is_sharded("model.layers.0.self_attn.q_norm.weight")
+    words = {"q": "colwise_gather_output", "k": "colwise_gather_output", "v": "colwise_gather_output"}
+    gathers = {f"model.layers.*.self_attn.{n}_proj": w for n, w in (words | {"o": "rowwise_split_input"}).items()}
+    gathers |= {f"model.layers.*.self_attn.{n}_norm": "replicate" for n in "qk"}
+    olmo2 = find_trunk(model, resolve(model, collect_rules(model, gathers), complete=True))
     assert isinstance(olmo2, Trunk)
     assert olmo2.opaque == [f"model.layers.{i}.self_attn" for i in (0, 1)]
     assert olmo2.blocks == [f"model.layers.{i}.mlp" for i in (0, 1)]

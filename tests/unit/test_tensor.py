@@ -58,6 +58,10 @@ def test_packed_words_carry_their_blocks() -> None:
     assert parse_style("packed_colwise", "x").blocks == (1, 1)
     assert parse_style("packed_colwise(3)", "x").blocks == (1, 1, 1)
     assert parse_style("packed_rowwise(4, 1,1)", "x").blocks == (4, 1, 1)
+    assert parse_style("qkv_colwise(8,2)", "x").blocks == (8, 2, 2)
+    assert parse_style("grouped_qkv_colwise(8, 2)", "x").blocks == (4, 1, 1, 4, 1, 1)
+    with pytest.raises(ValueError, match="the first a multiple of the second; got 8 and 3"):
+        parse_style("qkv_colwise(8,3)", "x")
 
 
 @pytest.mark.parametrize(
