@@ -96,7 +96,9 @@ class Engine:
         source = self._placement[-1]  # the rank of the last stage knows what the user's step returned
         self._share = TreeShare(mesh["pp"], device, source=source)
         self._metrics = MetricShare(module, mesh, source=source)
-        self.executor = Executor(data, mesh.ledger, None if pipeline is None else pipeline.state, transfer)
+        self._stage = None if pipeline is None else pipeline.state
+        recompute = mesh.layout.recompute == "stage"
+        self.executor = Executor(data, mesh.ledger, self._stage, transfer, recompute=recompute)
 
     # Training
 
@@ -239,10 +241,15 @@ class Engine:
         with recording(self.module) as recorder, self._metrics.step(), running as own:
 
             def step(index: int) -> Any:
-                recorder.start(index)
-                kept.start()
                 for plugin in self.plugins:
                     plugin.begin(index)
+                if self._stage is not None and not self._stage.is_last:
+                    # It ends with the stage; what it has logged and counted by then it does again on the last one.
+                    recorder.start(None)
+                    with self._metrics.left_alone(), self._autocast():
+                        return fn(parts[index], *rest)
+                recorder.start(index)
+                kept.start()
                 with self._autocast():
                     output = self._whole(fn(parts[index], *rest))
                 kept.stop(index, self._whole)

@@ -89,8 +89,9 @@ class Layout:
     `sp0`; Korthikanti et al. 2022). Default None: when `tensor_parallel_size` > 1 and the model's plan allows."""
 
     recompute: str = "none"
-    """Activations that are computed again in backward: "none", "full" (all of each layer) or "selective" (the scores of
-    attention; Korthikanti et al. 2022). Default "none": what the model itself does."""
+    """Activations that are computed again in backward: "none", "full" (all of each layer), "selective" (the scores of
+    attention; Korthikanti et al. 2022) or "stage" (all of each pipeline stage but the last). Default "none": what the
+    model itself does."""
 
     def __post_init__(self) -> None:
         self.validate()
@@ -170,6 +171,11 @@ class Layout:
             raise ValueError(
                 f"stages_per_rank {self.stages_per_rank} cuts the model of each rank of a pipeline, but "
                 f"pipeline_parallel_size is 1; set it to at least 2 or leave stages_per_rank out"
+            )
+        if self.recompute == "stage" and self.pipeline_parallel_size == 1:
+            raise ValueError(
+                "recompute 'stage' keeps of each pipeline stage what it received, but pipeline_parallel_size is 1; use "
+                "recompute=full, or at least 2 stages"
             )
         self._check_expert_fold()
 

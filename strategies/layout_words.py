@@ -53,7 +53,7 @@ GROUP_OF_FIELD: Mapping[str, str] = MappingProxyType(
 SHARDINGS = ("zigzag", "contiguous")
 """Values of `context_sharding`."""
 
-RECOMPUTE = ("none", "full", "selective")
+RECOMPUTE = ("none", "full", "selective", "stage")
 """Values of `recompute`."""
 
 TEXT_FIELDS = (*GROUP_OF_FIELD, "context_sharding", "recompute")

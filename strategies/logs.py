@@ -61,17 +61,17 @@ class Recorder:
 
     def __init__(self, signature: inspect.Signature) -> None:
         self.records: dict[tuple[str, int], Record] = {}
-        self._microbatch = 0
+        self._microbatch: int | None = 0
         self._signature = signature
 
-    def start(self, microbatch: int) -> None:
-        """A micro-batch begins; what it logged on an earlier stage of this rank is logged again."""
+    def start(self, microbatch: int | None) -> None:
+        """A micro-batch begins; None where nothing of it is to be recorded."""
         self._microbatch = microbatch
-        for record in self.records.values():
-            record.values.pop(microbatch, None)
 
     def log(self, *args: Any, **kwargs: Any) -> None:
         """Stands in for `LightningModule.log`."""
+        if self._microbatch is None:
+            return
         options = self._signature.bind(self, *args, **kwargs).arguments
         options.pop("self")
         name, value = options.pop("name"), options.pop("value")

@@ -39,6 +39,7 @@ class MetricShare:
         self._module = module
         metrics = [m for m in module.modules() if isinstance(m, Metric)]
         self._in_step = False
+        self._saved: dict[int, tuple[Metric, dict[str, Any]]] | None = None
         self._batch: dict[int, Metric] = {}
         self._called: set[int] = set()
 
@@ -63,7 +64,7 @@ class MetricShare:
             metric.dist_sync_fn = metric.dist_sync_fn or gather
             metric.distributed_available_fn = lambda: data.size > 1
             if mesh.size("pp") > 1:
-                _compute_from(metric, mesh["pp"], source, lambda: self._in_step)
+                _on_last_stage(metric, mesh["pp"], source, lambda: self._in_step, self._changes)
 
     def release(self) -> None:
         """Make the metrics ordinary ones again."""
@@ -71,7 +72,7 @@ class MetricShare:
             hook.remove()
         for metric, gather, available in self._before:
             metric.dist_sync_fn, metric.distributed_available_fn = gather, available
-            _compute_alone(metric)
+            _as_it_was(metric)
 
     # One step
 
@@ -85,9 +86,28 @@ class MetricShare:
         finally:
             self._in_step = False
 
+    @contextmanager
+    def left_alone(self) -> Iterator[None]:
+        """Within, updates of metrics leave nothing behind: the user's step runs up to the end of an earlier stage."""
+        saved = self._saved = {}
+        try:
+            yield
+        finally:
+            self._saved = None
+            for metric, state in saved.values():
+                for name, value in state.items():
+                    setattr(metric, name, value)
+
+    def _changes(self, metric: Any) -> None:
+        """Called before a metric takes something in."""
+        if self._saved is not None and id(metric) not in self._saved:
+            state = {name: map_tensors(Tensor.clone, getattr(metric, name)) for name in metric._defaults}
+            kept = {name: getattr(metric, name) for name in ("_update_count", "_computed", "_forward_cache")}
+            self._saved[id(metric)] = metric, state | kept
+
     def _forward_called(self, metric: Any, args: Any, kwargs: Any) -> None:
         """Called after `metric(...)`: a second metric sees this batch only."""
-        if not self._in_step:
+        if not self._in_step or self._saved is not None:
             return
         batch = self._batch.get(id(metric))
         if batch is None:
@@ -125,10 +145,13 @@ class MetricShare:
         return metric
 
 
-def _compute_from(metric: Any, comm: AxisComm, source: int, in_step: Callable[[], bool]) -> None:
-    """Let `compute`, outside a step, take the state of the last stage first. Collective there, on every rank.
+def _on_last_stage(
+    metric: Any, comm: AxisComm, source: int, in_step: Callable[[], bool], changes: Callable[[Any], None]
+) -> None:
+    """Let `compute`, outside a step, take the state of the last stage first (collective there, on every rank), and
+    tell `changes` of a metric before it takes something in.
 
-    The class is exchanged, not the method: torchmetrics makes `compute` anew whenever a metric is copied.
+    The class is exchanged, not the methods: torchmetrics makes them anew whenever a metric is copied.
     """
     cls = type(metric)
 
@@ -143,16 +166,36 @@ def _compute_from(metric: Any, comm: AxisComm, source: int, in_step: Callable[[]
 
         return from_source
 
-    body = {"_wrap_compute": _wrap_compute, "_alone": cls, "__module__": cls.__module__, "__doc__": cls.__doc__}
+    def _wrap_update(self: Any, update: Callable[..., Any]) -> Callable[..., Any]:
+        local = cls._wrap_update(self, update)
+
+        @functools.wraps(update)
+        def announced(*args: Any, **kwargs: Any) -> Any:
+            changes(self)
+            return local(*args, **kwargs)
+
+        return announced
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        changes(self)  # before it sets the state aside itself
+        return cls.forward(self, *args, **kwargs)
+
+    named = {"_alone": cls, "__module__": cls.__module__, "__doc__": cls.__doc__}
+    body = {"_wrap_compute": _wrap_compute, "_wrap_update": _wrap_update, "forward": forward, **named}
     metric.__class__ = type(cls.__name__, (cls,), body)
-    metric.compute = metric._wrap_compute(MethodType(cls.compute, metric))
+    _wrap_again(metric, cls)
 
 
-def _compute_alone(metric: Any) -> None:
+def _as_it_was(metric: Any) -> None:
     cls = getattr(type(metric), "_alone", None)
     if cls is not None:
         metric.__class__ = cls
-        metric.compute = metric._wrap_compute(MethodType(cls.compute, metric))
+        _wrap_again(metric, cls)
+
+
+def _wrap_again(metric: Any, cls: Any) -> None:
+    metric.compute = metric._wrap_compute(MethodType(cls.compute, metric))
+    metric.update = metric._wrap_update(MethodType(cls.update, metric))
 
 
 def _take_state(metric: Any, comm: AxisComm, source: int) -> None:

@@ -6,6 +6,7 @@ those who call `gradient_checkpointing_enable` or `torch.utils.checkpoint` thems
 "full" keeps the input of each layer. "selective" (Korthikanti et al. 2022, section 5) keeps everything but what
 attention makes of query, key and value: the scores, their softmax and its dropout, 5 a s^2 b bytes in fp16, which are
 large and cheap to compute. Attention kernels that never write scores to memory (flash) have nothing to gain from it.
+"stage" is the pipeline's own (`plugins/pipeline/compute.py`).
 """
 
 from __future__ import annotations

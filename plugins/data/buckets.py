@@ -117,6 +117,35 @@ class GradBuckets:
         self.views, self.counts, self.buffers, self.grads, self._hooks = {}, {}, [], [], []
 
 
+class PlainGrads:
+    """The same interface where nothing is reduced: gradients are torch's own, with no buffer to clear and add to.
+
+    Args:
+        params: parameters that require a gradient, without repetition.
+    """
+
+    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+        self.views = dict.fromkeys(params)
+
+    @property
+    def grads(self) -> list[Tensor]:
+        """Gradients there are."""
+        return [p.grad for p in self.views if p.grad is not None]
+
+    def reduce(self) -> None:
+        """Only make sparse gradients dense, as they are after a reduction."""
+        for p in self.views:
+            if p.grad is not None and p.grad.is_sparse:
+                p.grad = p.grad.to_dense()
+
+    def clear(self) -> None:
+        """Let go of every gradient."""
+        for p in self.views:
+            p.grad = None
+
+    release = clear
+
+
 def _batches(params: Iterable[nn.Parameter], limit: int) -> list[list[nn.Parameter]]:
     """`params` in runs of one dtype and device of at most `limit` bytes (or one parameter)."""
     open_runs: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from parallax.plugins.data.base import WIDE, Clip, DataEngine, StepResult, T
-from parallax.plugins.data.buckets import GradBuckets
+from parallax.plugins.data.buckets import GradBuckets, PlainGrads
 from parallax.plugins.data.clipping import apply_plan, plan_step
 from parallax.plugins.data.masters import MasterWeights
 from parallax.plugins.data.state import cloned, trained_names
@@ -59,10 +59,12 @@ class ReplicatedEngine(DataEngine):
         experts = {name for name in self.trained if averaged_over(name) == "edp"}
         self.owned = [p for name, p in self.trained.items() if owned(name) and name not in experts]
         self.owned_experts = [p for name, p in self.trained.items() if owned(name) and name in experts]
-        self.buckets = []
+        self.buckets: list[GradBuckets | PlainGrads] = []
         for group in ("data", "edp"):
             if params := [p for name, p in self.trained.items() if (name in experts) == (group == "edp")]:
-                self.buckets.append(GradBuckets(params, mesh[group], average_of=mesh.size("data")))
+                alone = mesh.size("data") == 1
+                made = PlainGrads(params) if alone else GradBuckets(params, mesh[group], average_of=mesh.size("data"))
+                self.buckets.append(made)
         self.masters = None if optimizer is None else MasterWeights(optimizer)
         self.device = next((p.device for p in module.parameters()), torch.device("cpu"))
 

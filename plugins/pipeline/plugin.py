@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from parallax.plugins.base import ParallelPlugin, ParamShard
@@ -173,8 +174,10 @@ class PipelineParallel(ParallelPlugin):
             param = here[fqn]
             if not param.requires_grad:
                 continue
+            if param.grad is None and param.numel() == 0:
+                raise RuntimeError(f"tied parameter {fqn!r} got no gradient on rank {mesh.rank}")  # ZeRO-3 let go of it
             if param.grad is None:
-                raise RuntimeError(f"tied parameter {fqn!r} got no gradient on rank {mesh.rank}")
+                param.grad = torch.zeros_like(param)  # used at the other end only
             mesh["tie"].all_reduce(param.grad)
 
     def param_shard(self, fqn: str) -> ParamShard | None:

@@ -1,7 +1,7 @@
 """Moves activations and gradients between the ranks of neighbouring stages.
 
-It is: sends that do not block, receives into reused buffers, and the one-time exchange of what an activation looks
-like. It is not: aware of schedules; what is asked for when is the business of `routes.py`.
+It is: sends that do not block, receives into reused buffers (`buffers.py`), and the one-time exchange of what an
+activation looks like. It is not: aware of schedules; what is asked for when is the business of `routes.py`.
 
 Every pipeline rank of one data index loads the same batch, so sender and receiver know by themselves when the shapes
 of a micro-batch are new; only then does a description travel, and never again for the same shapes.
@@ -10,22 +10,20 @@ of a micro-batch are new; only then does a description travel, and never again f
 from __future__ import annotations
 
 import pickle
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from parallax.plugins.pipeline.buffers import Buffers
 from parallax.plugins.pipeline.routes import Message
 from parallax.strategies.comm import AxisComm, Work
-from parallax.strategies.tree import join_tensors, split_tensors, tensors_of
+from parallax.strategies.tree import join_tensors, split_tensors
 
 DESCRIPTION_BYTES = 1 << 16
 """Room for one pickled activation description."""
-
-
-Shape = tuple[tuple[int, ...], torch.dtype]
 
 
 @dataclass(frozen=True)
@@ -40,31 +38,15 @@ class Description:
         tensors, skeleton = split_tensors(value)
         return cls(tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in tensors), skeleton), tensors
 
+    def agrees(self, other: Description, *, graph: bool) -> bool:
+        """Whether both have the same tensors, and, with `graph`, the same of them carry gradient."""
+        if graph:
+            return self.tensors == other.tensors
+        return [t[:2] for t in self.tensors] == [t[:2] for t in other.tensors]
+
 
 class StageFailed(Exception):
     """A stage before this one has met an error and sends no more activations; it says itself which."""
-
-
-class Buffers:
-    """Receive buffers by shape and dtype; a buffer comes back when its micro-batch is done with it."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._free: dict[Shape, list[Tensor]] = {}
-        self._used: set[Shape] = set()
-
-    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        self._used.add((shape, dtype))
-        free = self._free.get((shape, dtype))
-        return free.pop() if free else torch.empty(shape, dtype=dtype, device=self._device)
-
-    def give(self, tensor: Tensor) -> None:
-        self._free.setdefault((tuple(tensor.shape), tensor.dtype), []).append(tensor.detach())
-
-    def trim(self) -> None:
-        """Let go of buffers of shapes not taken since the last call, so that many different shapes do not pile up."""
-        self._free = {shape: free for shape, free in self._free.items() if shape in self._used}
-        self._used.clear()
 
 
 class Transfer:
@@ -80,7 +62,7 @@ class Transfer:
     def __init__(self, up: AxisComm, down: AxisComm, device: torch.device) -> None:
         self.comm, self._down = up, down
         self.buffers = Buffers(device)
-        self._device = device
+        self.device = device
         self._known: dict[tuple[int, Hashable], Description] = {}
         self._posted: dict[Message, tuple[list[Tensor], list[Work]]] = {}
         self._sending: list[tuple[Work, Tensor]] = []
@@ -119,15 +101,8 @@ class Transfer:
             work.wait()
         return tensors
 
-    def give(self, tensors: Iterable[Tensor]) -> None:
-        """Tensors of received messages that nothing reads any more: their memory is for the next ones."""
-        leaving = addresses([tensor for _, tensor in self._sending])
-        for tensor in tensors:
-            if tensor.untyped_storage().data_ptr() not in leaving:  # a stage may pass on what it got
-                self.buffers.give(tensor)
-
     def _describe(self, message: Message, edge: tuple[int, Hashable]) -> Description:
-        box = torch.empty(DESCRIPTION_BYTES, dtype=torch.uint8, device=self._device)
+        box = torch.empty(DESCRIPTION_BYTES, dtype=torch.uint8, device=self.device)
         self._link(message).irecv(box, message.source, _tag(message)).wait()
         description = _decode(box)
         if description is None:
@@ -146,15 +121,22 @@ class Transfer:
 
     # Sending
 
-    def pack(self, message: Message, key: Hashable, value: Any) -> list[Tensor]:
-        """The tensors of an activation. Where its receiver cannot know what they look like, it is told."""
+    def knows(self, message: Message, key: Hashable) -> bool:
+        """Whether an activation like `message` has been packed before."""
+        return (message.edge, key) in self._known
+
+    def pack(self, message: Message, key: Hashable, value: Any, *, graph: bool = True) -> list[Tensor]:
+        """The tensors of an activation. Where its receiver cannot know what they look like, it is told.
+
+        Without `graph` they were computed without autograd: what carries gradient is known from before.
+        """
         description, tensors = Description.of(value)
         known = self._known.get((message.edge, key))
         if known is None:
             self._known[message.edge, key] = description
             if message.target != message.source:
-                self._send(message, _encode(description, self._device))
-        elif known.tensors != description.tensors:
+                self._send(message, _encode(description, self.device))
+        elif not known.agrees(description, graph=graph):
             raise ValueError(
                 f"stage {message.stage} sent activations {known.tensors} and now {description.tensors} for inputs "
                 f"of the same shapes; a pipeline needs activation shapes to depend on input shapes only"
@@ -175,15 +157,15 @@ class Transfer:
         """
         known = self._known.get((message.edge, key))
         if known is None:
-            self._send(message, _encode(None, self._device))
+            self._send(message, _encode(None, self.device))
         else:
-            self.send(message, [torch.zeros(s, dtype=d, device=self._device) for s, d, _ in known.tensors])
+            self.send(message, [torch.zeros(s, dtype=d, device=self.device) for s, d, _ in known.tensors])
 
     def send_no_gradients(self, message: Message, key: Hashable) -> None:
         """The same for gradients. Where it knows no shapes the target waits for none."""
         known = self._known.get((message.edge, key))
         shapes = [] if known is None else [(s, d) for s, d, grad in known.tensors if grad]
-        self.send(message, [torch.zeros(s, dtype=d, device=self._device) for s, d in shapes])
+        self.send(message, [torch.zeros(s, dtype=d, device=self.device) for s, d in shapes])
 
     def finish(self) -> None:
         """Wait for every send; the tensors are held until then. Buffers nobody used since the last time go."""
@@ -198,11 +180,6 @@ class Transfer:
 
     def _link(self, message: Message) -> AxisComm:
         return self.comm if message.source < message.target else self._down
-
-
-def addresses(value: Any) -> set[int]:
-    """Where the memory of all tensors in `value` begins."""
-    return {tensor.untyped_storage().data_ptr() for tensor in tensors_of(value)}
 
 
 def _tag(message: Message) -> int:

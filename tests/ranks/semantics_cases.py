@@ -58,6 +58,8 @@ class User(LightningModule):
         self.accuracy = MulticlassAccuracy(VOCAB, average="micro", dist_sync_on_step=True)
         self.largest = MaxMetric(dist_sync_on_step=True)
         self.seen, self.mean = SumMetric(), MeanMetric()
+        self.given, self.given_now = SumMetric(), SumMetric(dist_sync_on_step=True)
+        self.early: list[Tensor] = []
         # F1 and confusion are not means over micro-batches: their values tell a merged state from an averaged one.
         self.scores = MetricCollection({"f1": MulticlassF1Score(VOCAB), "recall": MulticlassAccuracy(VOCAB)})
         self.confusion = MulticlassConfusionMatrix(VOCAB)
@@ -77,6 +79,13 @@ class User(LightningModule):
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits
 
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        # Before the model is called, and so on every pipeline stage.
+        self.given.update(batch[0].double().sum())
+        self.log("given", self.given, on_step=False, on_epoch=True)
+        self.given_now(batch[2].sum())
+        self.log("given_now", self.given_now, on_step=True, on_epoch=True)
+        self.log("largest_row", batch[2].max().double(), reduce_fx="max", sync_dist=True)
+        self.early.append(batch[2])
         loss, logits = self.shared(batch)
         flat = logits.flatten(0, 1).argmax(-1), batch[1].flatten()
         self.accuracy(*flat)
@@ -94,6 +103,8 @@ class User(LightningModule):
         self.log("kept", torch.stack(self.train_outputs).mean(), sync_dist=True)
         self.log("kept_count", float(len(self.train_outputs)), sync_dist=True)
         self.train_outputs.clear()
+        self.log("early", torch.cat(self.early).double().square().sum(), reduce_fx="sum", sync_dist=True)
+        self.early.clear()
 
     def validation_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
         loss, logits = self.shared(batch)

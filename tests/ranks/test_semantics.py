@@ -74,8 +74,10 @@ def compare(got: Any, want: Any, where: str) -> None:
         assert got == want, where
 
 
-@pytest.mark.parametrize("layout", ["pp2 mb4", "pp2 dp2 zero2 mb2", "pp2 tp2 mb2", "pp2 dp2 zero3", "tp2 dp2 fsdp"])
+@pytest.mark.parametrize(
+    "layout", ["pp2 mb4 stage zb_v", "pp2 dp2 zero2 mb2", "pp2 tp2 mb2", "pp2 dp2 zero3", "tp2 dp2 fsdp"]
+)
 def test_as_in_one_process(layout: str, plain: Any, tmp_path: Path) -> None:
-    world = 2 if layout == "pp2 mb4" else 4
+    world = 2 if layout.startswith("pp2 mb4") else 4
     for rank, got in enumerate(run_ranks(world, layout_rank, str(tmp_path), layout, timeout=200)):
         compare(got, {name: plain[name] for name in got}, f"rank {rank}")

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from parallax.plugins.data.base import Clip, local_grad_norm_sq
-from parallax.plugins.data.buckets import GradBuckets
+from parallax.plugins.data.buckets import GradBuckets, PlainGrads
 from parallax.plugins.data.clipping import apply_plan, plan_step
 from parallax.plugins.data.deepspeed_config import ModelSize, zero_config
 from parallax.plugins.data.masters import MasterWeights
@@ -60,6 +60,18 @@ def test_sparse_gradients_are_taken() -> None:
     buckets.reduce()
     assert table.weight.grad is not None
     assert table.weight.grad.to_dense().tolist() == [[0, 0], [2, 2], [0, 0], [1, 1]]
+
+
+def test_a_single_data_rank_keeps_torchs_own_gradients() -> None:
+    used, unused = params = _params(3, 3)
+    table = nn.Embedding(4, 2, sparse=True)
+    plain = PlainGrads([*params, table.weight])
+    (used.sum() + table(torch.tensor([1, 1, 3])).sum()).backward()
+    plain.reduce()
+    assert used.grad is not None and unused.grad is None and table.weight.grad is not None
+    assert [g.tolist() for g in plain.grads] == [[1, 1, 1], [[0, 0], [2, 2], [0, 0], [1, 1]]]
+    plain.clear()
+    assert used.grad is None and not plain.grads
 
 
 def test_norm_is_taken_wide_and_of_nothing_is_zero() -> None:

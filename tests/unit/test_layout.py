@@ -101,6 +101,7 @@ def test_a_switch_takes_nothing_else_and_needs_its_axis() -> None:
         ("zero4", ["zero_stage", "0 to 3", "4"]),
         ("mb0", ["num_microbatches", "at least 1"]),
         ("v2", ["stages_per_rank 2", "pipeline_parallel_size is 1"]),
+        ("stage", ["recompute", "pipeline_parallel_size is 1"]),
         ("pp2 v0", ["stages_per_rank", "at least 1"]),
         ("tp=two", ["tensor_parallel_size", "'two'"]),
         ("tp=-2", ["tensor_parallel_size", "-2"]),
