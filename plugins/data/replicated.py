@@ -62,7 +62,7 @@ class ReplicatedEngine(DataEngine):
         self.buckets: list[GradBuckets | PlainGrads] = []
         for group in ("data", "edp"):
             if params := [p for name, p in self.trained.items() if (name in experts) == (group == "edp")]:
-                alone = mesh.size("data") == 1
+                alone = mesh.size("data") == mesh.size(group) == 1
                 made = PlainGrads(params) if alone else GradBuckets(params, mesh[group], average_of=mesh.size("data"))
                 self.buckets.append(made)
         self.masters = None if optimizer is None else MasterWeights(optimizer)
