@@ -41,6 +41,8 @@ CASES: dict[int, list[tuple[str, str, torch.dtype]]] = {
         ("gpt2_8", "pp2 dp2 fsdp mb4 zb_v", EXACT),
         ("plain8", "pp2 dp2 zero2 fsdp mb4 interleaved_1f1b", EXACT),
         ("llama8", "pp2 dp2 fsdp mb4 interleaved_1f1b", EXACT),
+        ("llama8", "pp2 dp2 fsdp mb4 stage interleaved_1f1b", EXACT),
+        ("gpt2_8", "pp2 dp2 zero2 fsdp mb4 stage zb_h1", EXACT),
         ("mixtral", "dp4 ep2 fsdp", EXACT),
         ("plain_moe", "dp4 ep2 zero2 fsdp", EXACT),
         ("mixtral", "dp2 ep2 tp2 fsdp", EXACT),
