@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from parallax.strategies.layout import Layout
 from parallax.strategies.mesh import Mesh
+
+if TYPE_CHECKING:
+    from parallax.strategies.theory import Case, Expected
 
 
 @dataclass(frozen=True)
@@ -148,6 +151,17 @@ class ParallelPlugin(ABC):
     def averaged_over(self, fqn: str) -> str | None:
         """The mesh group whose ranks hold replicas of the local tensor of `fqn`, when that is not "data"."""
         return None
+
+    def traffic(self, case: Case, out: Expected) -> None:
+        """Add to `out` what this rank sends because of the plugin in one optimizer step, by closed formula.
+
+        Called on a plugin that has changed nothing, with the whole model. `parallax verify --bytes` compares the sum of
+        all plugins' with what was counted.
+
+        Raises:
+            NotImplementedError: there is no formula (for `case`); `--bytes` then fails and names the plugin.
+        """
+        raise NotImplementedError(f"plugin {self.name!r} states no formula of what it sends (ParallelPlugin.traffic)")
 
     def describe(self) -> dict[str, str]:
         """What this rank holds, shares and sends along the axis: short label -> text, for the layout table."""

@@ -256,14 +256,16 @@ class Engine:
                 return output
 
             outputs = self.executor.run(way, step, keys, loss_of, note=f"step {self.steps}")
-            result = None
-            if self._share.is_source:
-                output = merge([outputs[i] for i in range(len(parts))], counts, rows)
-                along = self.mesh["cp"] if self._context is not None else None
-                result = Result(output, recorder.logged(own, self._metrics, along), kept.appended(counts, rows))
-        shared: Result = self._share(result)
+            with self.mesh.ledger.during("forward", f"step {self.steps}, results of the step"):
+                result = None
+                if self._share.is_source:
+                    output = merge([outputs[i] for i in range(len(parts))], counts, rows)
+                    along = self.mesh["cp"] if self._context is not None else None
+                    result = Result(output, recorder.logged(own, self._metrics, along), kept.appended(counts, rows))
+                shared: Result = self._share(result)
         kept.replay(shared.kept)
-        replay(self.module, shared.logs, self._metrics)
+        with self.mesh.ledger.during("forward", f"step {self.steps}, logged numbers"):
+            replay(self.module, shared.logs, self._metrics)
         return shared.output
 
     def _route(self, count: int, *, backward: bool) -> Route:

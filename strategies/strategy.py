@@ -155,6 +155,10 @@ class ParallaxStrategy(StepStrategy):
         """The expert-parallel plan that was given; None when the model's own counts."""
         return self._options["ep"]["plan"]
 
+    def new_plugins(self, layout: Layout) -> list[ParallelPlugin]:
+        """Fresh plugins for a resolved `layout`, with the options this strategy was given, in order of application."""
+        return make_plugins(layout, self._options)
+
     # Set-up
 
     def setup_environment(self) -> None:
@@ -165,7 +169,7 @@ class ParallaxStrategy(StepStrategy):
         super().setup_environment()
         with same_on_every_rank():
             layout = self.requested_layout.resolve(self.world_size)
-            plugins = make_plugins(layout, self._options)
+            plugins = self.new_plugins(layout)
             engine: type[DataEngine] = registry.load("parallax.data_engines", layout.resolved_data_engine)
             engine.check(layout)
             self._schedule = self._options["pp"]["schedule"] or find_schedule(layout.schedule)
@@ -194,7 +198,7 @@ class ParallaxStrategy(StepStrategy):
         fresh = self._is_fresh()
         if fresh and self._engine is not None:  # another module than before: nothing of the old one fits
             self._engine.teardown()
-            self._engine, self._plugins = None, make_plugins(self.mesh.layout, self._options)
+            self._engine, self._plugins = None, self.new_plugins(self.mesh.layout)
         with self._together("the checks of the model", always=True):
             refusals.check(self.lightning_module, training=training)
             if training:

@@ -22,9 +22,11 @@ from parallax.plugins.context.refusals import check_model
 from parallax.plugins.context.routing import Routed
 from parallax.plugins.context.sequence import CutSequence
 from parallax.plugins.context.share import whole_output
+from parallax.plugins.context.step_traffic import add_traffic
 from parallax.strategies.batch import shifts_labels
 from parallax.strategies.layout import Layout
 from parallax.strategies.mesh import Mesh
+from parallax.strategies.theory import Case, Expected
 
 
 class ContextParallel(ParallelPlugin):
@@ -50,7 +52,7 @@ class ContextParallel(ParallelPlugin):
         check_model(model)
 
     def apply(self, model: nn.Module, *, mesh: Mesh, layout: Layout) -> None:
-        self._plan = self._plan if self._plan is not None else carried_plan(model)
+        self._plan = self.batch_plan(model)
         self._shifted = shifts_labels(model)
         methods = Methods(mesh, layout)
         self.sequence = CutSequence(model, mesh["cp"], layout.context_sharding, methods)
@@ -93,6 +95,14 @@ class ContextParallel(ParallelPlugin):
         if self._detach is not None:
             self._detach()
         self._detach, self.sequence = None, None
+
+    def batch_plan(self, model: nn.Module) -> Mapping[str, int] | None:
+        """Entries of a batch that have tokens, as given, else as `model` carries them."""
+        return self._plan if self._plan is not None else carried_plan(model)
+
+    def traffic(self, case: Case, out: Expected) -> None:
+        """See `step_traffic.py`."""
+        add_traffic(case, out)
 
     def describe(self) -> dict[str, str]:
         return dict(self._report)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,9 @@ from torch.optim import Optimizer
 from parallax.strategies.layout import Layout
 from parallax.strategies.mesh import Mesh
 from parallax.strategies.precision import LossScale
+
+if TYPE_CHECKING:
+    from parallax.strategies.theory import Case, Expected
 
 T = TypeVar("T")
 
@@ -147,6 +150,15 @@ class DataEngine(ABC):
     @abstractmethod
     def load_optimizer_state(self, state: dict[str, Any]) -> None:
         """The counterpart of `optimizer_state`."""
+
+    @classmethod
+    def traffic(cls, case: Case, out: Expected) -> None:
+        """Add to `out` what this rank sends for the engine in one optimizer step, by closed formula.
+
+        Raises:
+            NotImplementedError: there is no formula (for `case`); `parallax verify --bytes` then fails and names it.
+        """
+        raise NotImplementedError(f"data engine {cls.name!r} states no formula of what it sends (DataEngine.traffic)")
 
     def teardown(self) -> None:
         """Release buffers, hooks and patches."""

@@ -30,9 +30,11 @@ from parallax.plugins.data.deepspeed_restore import Restore
 from parallax.plugins.data.deepspeed_shards import PartitionedStates, PartitionedWeights, Shards
 from parallax.plugins.data.deepspeed_traffic import counted
 from parallax.plugins.data.state import cloned, load_tensors, trained_names
+from parallax.plugins.data.zero_traffic import add_sharded
 from parallax.strategies.layout import Layout
 from parallax.strategies.mesh import Mesh
 from parallax.strategies.precision import LossScale
+from parallax.strategies.theory import Case, Expected
 
 
 class DeepSpeedEngine(DataEngine):
@@ -231,6 +233,11 @@ class DeepSpeedEngine(DataEngine):
                 )
             master.copy_(saved)
         self.shards.publish_masters()
+
+    @classmethod
+    def traffic(cls, case: Case, out: Expected) -> None:
+        """See `zero_traffic.py`."""
+        add_sharded(case, out)
 
     def teardown(self) -> None:
         """Remove hooks and patches and make the module an ordinary one again.

@@ -19,9 +19,11 @@ from parallax.plugins.data.buckets import GradBuckets, PlainGrads
 from parallax.plugins.data.clipping import apply_plan, plan_step
 from parallax.plugins.data.masters import MasterWeights
 from parallax.plugins.data.state import cloned, trained_names
+from parallax.plugins.data.traffic import add_replicated
 from parallax.strategies.layout import Layout
 from parallax.strategies.mesh import Mesh
 from parallax.strategies.precision import LossScale
+from parallax.strategies.theory import Case, Expected
 
 
 class ReplicatedEngine(DataEngine):
@@ -141,6 +143,10 @@ class ReplicatedEngine(DataEngine):
         for master, saved in zip(self.masters.pairs.values(), state["masters"], strict=True):
             master.copy_(saved)
         self.masters.write_back()
+
+    @classmethod
+    def traffic(cls, case: Case, out: Expected) -> None:
+        add_replicated(case, out)
 
     def teardown(self) -> None:
         for buckets in self.buckets:

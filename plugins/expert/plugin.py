@@ -21,9 +21,11 @@ from parallax.plugins.base import ParallelPlugin, ParamShard
 from parallax.plugins.expert.balance import attach
 from parallax.plugins.expert.layers import become_experts
 from parallax.plugins.expert.plans import HOW_TO, ExpertsTarget, find_experts, old_style
+from parallax.plugins.expert.traffic import add_traffic
 from parallax.strategies.comm import AxisComm
 from parallax.strategies.layout import Layout
 from parallax.strategies.mesh import Mesh
+from parallax.strategies.theory import Case, Expected
 
 BALANCED_OVER = {"microbatch": "cp", "global": "data"}
 """Option `expert_balance` -> the mesh group whose tokens the auxiliary loss is computed over."""
@@ -127,6 +129,12 @@ class ExpertParallel(ParallelPlugin):
 
     def averaged_over(self, fqn: str) -> str | None:
         return "edp" if fqn in self._apart else None
+
+    def traffic(self, case: Case, out: Expected) -> None:
+        """See `traffic.py`. What a capacity drops, and what a balanced loss gathers, have no formula."""
+        if self._capacity_factor is not None:
+            raise NotImplementedError("what expert_capacity_factor drops depends on values: its traffic has no formula")
+        add_traffic(case, out, self._targets(case.model, case.layout))
 
     def describe(self) -> dict[str, str]:
         return dict(self._report)

@@ -115,6 +115,9 @@ class Postponed(TorchFunctionMode):
     It sees every torch function called inside, for 0.8 microseconds each.
     """
 
+    watches_products = True
+    """Column layers of the tensor axis then leave theirs as they are."""
+
     def __init__(self) -> None:
         super().__init__()
         self._pairs: list[_Pair] = []

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from parallax.plugins.base import ParallelPlugin, ParamShard
-from parallax.plugins.pipeline.actions import placement, splits_backward
+from parallax.plugins.pipeline.actions import Lists, placement, splits_backward
 from parallax.plugins.pipeline.catalog import Schedule, find_schedule, make_lists
 from parallax.plugins.pipeline.partition import Asked, make_partition
 from parallax.plugins.pipeline.plans import Structure, find_structure
@@ -29,8 +29,10 @@ from parallax.plugins.pipeline.stage import (
     place,
 )
 from parallax.plugins.pipeline.stand_in import refuse
+from parallax.plugins.pipeline.traffic import add_traffic, stages_of
 from parallax.strategies.layout import Layout
 from parallax.strategies.mesh import Mesh
+from parallax.strategies.theory import Case, Expected, Stages
 
 
 class PipelineParallel(ParallelPlugin):
@@ -77,10 +79,13 @@ class PipelineParallel(ParallelPlugin):
         make_partition(model, structure, stages, self._asked)
         _refuse_shared_layers(model, structure)
 
-    def _place(self, layout: Layout) -> None:
+    def _lists(self, layout: Layout) -> Lists:
         schedule = self._schedule or find_schedule(layout.schedule)
         ranks, count = layout.pipeline_parallel_size, layout.num_microbatches or layout.pipeline_parallel_size
-        lists = make_lists(schedule, ranks, count, layout.stages_per_rank, name=layout.schedule)
+        return make_lists(schedule, ranks, count, layout.stages_per_rank, name=layout.schedule)
+
+    def _place(self, layout: Layout) -> None:
+        lists = self._lists(layout)
         if splits_backward(lists) and layout.zero_stage == 3 and layout.resolved_data_engine == "deepspeed":
             raise ValueError(
                 f"schedule {layout.schedule!r} computes gradients of weights after those of inputs, but DeepSpeed's "
@@ -182,6 +187,17 @@ class PipelineParallel(ParallelPlugin):
 
     def param_shard(self, fqn: str) -> ParamShard | None:
         return self._replicas.get(fqn)
+
+    def stages(self, model: nn.Module, layout: Layout) -> Stages:
+        """Where each module of the whole `model` runs."""
+        self._place(layout)
+        structure = find_structure(model, self._plan)
+        partition = make_partition(model, structure, len(self.placement), self._asked)
+        return stages_of(model, structure, partition, self._lists(layout), self.placement)
+
+    def traffic(self, case: Case, out: Expected) -> None:
+        """See `traffic.py`."""
+        add_traffic(case, out, find_structure(case.model, self._plan))
 
     def describe(self) -> dict[str, str]:
         return dict(self._summary)

@@ -91,7 +91,8 @@ class Transfer:
             shapes = tuple(each for each in shapes if each[2])
         tensors = [self.buffers.take(shape, dtype) for shape, dtype, _ in shapes]
         comm = self._link(message)
-        self._posted[message] = tensors, [comm.irecv(t, message.source, _tag(message)) for t in tensors]
+        with comm.ledger.during("forward" if message.kind == "F" else "backward"):  # not of the action before it
+            self._posted[message] = tensors, [comm.irecv(t, message.source, _tag(message)) for t in tensors]
         return True
 
     def take(self, message: Message) -> list[Tensor]:

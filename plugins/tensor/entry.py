@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.overrides import _get_current_function_mode
+from torch.overrides import _get_current_function_mode, _get_current_function_mode_stack
 
 from parallax.plugins.tensor.functions import copy_to_region
 from parallax.plugins.tensor.overlap import Gathering, follow_gathered, lead, lead_gathered
@@ -52,11 +52,13 @@ def autocast_dtype(x: Tensor) -> torch.dtype:
 
 
 def products_are_watched() -> bool:
-    """Whether a mode looks at every product, as the pipeline does to postpone weight gradients.
+    """Whether a mode looks for products, as the pipeline's does to postpone weight gradients (`watches_products`).
 
     It must find them as they are; there is no gradient of a weight then that a collective could overlap with.
     """
-    return _get_current_function_mode() is not None
+    if _get_current_function_mode() is None:
+        return False
+    return any(getattr(mode, "watches_products", False) for mode in _get_current_function_mode_stack())
 
 
 class SharedInput:

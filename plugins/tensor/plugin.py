@@ -30,8 +30,10 @@ from parallax.plugins.tensor.report import describe
 from parallax.plugins.tensor.sequence_plan import Trunk, find_trunk
 from parallax.plugins.tensor.styles import CUTTING, Kind
 from parallax.plugins.tensor.target import Target
+from parallax.plugins.tensor.traffic import add_traffic
 from parallax.strategies.layout import Layout
 from parallax.strategies.mesh import Mesh
+from parallax.strategies.theory import Case, Expected
 from parallax.strategies.tree import map_tensors
 
 _PARTIAL = (Kind.SUM_GRAD, Kind.PER_HEAD, Kind.ENTERING)
@@ -154,6 +156,21 @@ class TensorParallel(ParallelPlugin):
 
     def whole_output(self, output: Any) -> Any:
         return map_tensors(whole, output)
+
+    def traffic(self, case: Case, out: Expected) -> None:
+        """See `traffic.py`."""
+        if case.layout.tensor_parallel_size == 1:
+            return
+        targets = resolve(case.model, collect_rules(case.model, self._plan), complete=True)
+        targets = with_copies(case.model, targets, case.layout.tensor_parallel_size)
+        add_traffic(case, out, targets, self.trunk(case.model, case.layout))
+
+    def trunk(self, model: nn.Module, layout: Layout) -> Trunk | None:
+        """Where the residual stream of a whole model is cut into shards; None when it is not."""
+        if layout.tensor_parallel_size == 1:
+            return None
+        found = self._find_trunk(layout, model, resolve(model, collect_rules(model, self._plan), complete=True))
+        return found if isinstance(found, Trunk) else None
 
     def describe(self) -> dict[str, str]:
         return dict(self._report)

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+
+from parallax.strategies.layout import Layout
 
 
 def add_verify(commands: Any) -> None:
@@ -34,13 +37,15 @@ def add_verify(commands: Any) -> None:
     parser.add_argument("--synthetic", metavar="BxS", help="made-up token batches: samples per data rank x tokens")
     parser.add_argument("--world", type=int, metavar="N", help="ranks, where the layout leaves dp open")
     parser.add_argument("--timeout", type=float, default=600.0, metavar="S", help="seconds for one run (default 600)")
-    parser.add_argument("--bytes", action="store_true", help="show what each axis has sent, by phase")
+    parser.add_argument("--bytes", action="store_true", help="compare what was sent with closed formulas, and show it")
     parser.add_argument("--json", metavar="FILE", help="write the verdicts as JSON ('-' prints it)")
     parser.set_defaults(command=run_verify)
 
 
 def run_verify(options: argparse.Namespace) -> int:
+    from parallax.plugins.expert.plans import find_experts
     from parallax.strategies.verify.layouts import all_layouts
+    from parallax.strategies.verify.runs import sketch
     from parallax.strategies.verify.target import Target
     from parallax.strategies.verify.verify import verify
 
@@ -48,7 +53,10 @@ def run_verify(options: argparse.Namespace) -> int:
         raise ValueError('say which layouts: --layout "tp2 pp2" (may be repeated), or --all N')
     target = Target.parse(options.target, _synthetic(options.synthetic))
     console = Console(stderr=options.json == "-")
-    layouts = options.layout or list(all_layouts(options.all, experts=False))
+    layouts = options.layout
+    if options.all:
+        experts = bool(find_experts(sketch(target, shrink=options.shrink)))
+        layouts = list(all_layouts(options.all, experts=experts))
     verdicts = verify(
         target,
         layouts,
@@ -57,10 +65,13 @@ def run_verify(options: argparse.Namespace) -> int:
         shrink=options.shrink,
         world=options.world,
         timeout=options.timeout,
-        report=lambda verdict: show_verdict(console, verdict, with_bytes=options.bytes),
+        report=lambda verdict: show_verdict(console, verdict),
+        check_bytes=options.bytes,
     )
     ran = [v for v in verdicts if v.refused is None]
     wrong = [v for v in ran if not v.passed]
+    if options.all:
+        console.print(matrix(verdicts))
     if len(verdicts) > 1:
         console.print(f"{len(ran) - len(wrong)} right, {len(wrong)} wrong, {len(verdicts) - len(ran)} refused")
     if options.json == "-":
@@ -70,30 +81,59 @@ def run_verify(options: argparse.Namespace) -> int:
     return 1 if wrong else 0
 
 
-def show_verdict(console: Console, verdict: Any, *, with_bytes: bool = False) -> None:
-    """One line for a layout that is right or refused; the first differences of one that is wrong."""
+def show_verdict(console: Console, verdict: Any) -> None:
+    """One line for a layout that is right or refused; the first differences of one that is wrong; and what was sent."""
     head = f"{verdict.layout} on {verdict.ranks} rank(s)"
     if verdict.refused is not None:
         console.print(f"[yellow]refused[/]  {head}: {verdict.refused}", highlight=False, soft_wrap=True)
         return
     if verdict.passed:
         console.print(f"[green]right[/]    {head}; largest difference {verdict.largest:.1e}", highlight=False)
-    else:
+    elif verdict.differences:
         console.print(f"[red]wrong[/]    {head}: {len(verdict.differences)} difference(s); the first:", highlight=False)
         for difference in verdict.differences[:3]:
             console.print(f"         {difference}", highlight=False, soft_wrap=True)
+    if verdict.wrong_rows or verdict.no_formula:
+        console.print(
+            f"[red]wrong[/]    {head}: {len(verdict.wrong_rows)} row(s) of bytes; the first:", highlight=False
+        )
+        for line in (*verdict.no_formula, *verdict.wrong_rows[:5]):
+            console.print(f"         {line}", highlight=False, soft_wrap=True)
     for note in verdict.notes:
         console.print(f"         {note}", highlight=False, soft_wrap=True)
-    if with_bytes and verdict.traffic:
-        console.print(traffic_table(verdict.traffic))
+    if verdict.rows:
+        console.print(traffic_table(verdict.rows))
 
 
-def traffic_table(traffic: dict[tuple[str, str, str], tuple[int, int]]) -> Table:
-    """Calls and payload bytes of one rank by axis, kind and phase."""
-    table = Table("axis", "kind", "phase", "calls", "bytes")
-    for (axis, kind, phase), (calls, size) in sorted(traffic.items()):
-        if size:
-            table.add_row(axis, kind, phase, f"{calls:,}", f"{size:,}")
+def matrix(verdicts: Sequence[Any]) -> Table:
+    """Sizes of the axes by ZeRO stage: right, wrong, or refused with the reason's first words."""
+    table = Table("ranks", "tp", "pp", "cp", "dp", "ep", "ddp", "zero1", "zero2", "zero3")
+    lines: dict[tuple[int, ...], dict[int, str]] = {}
+    for verdict in verdicts:
+        layout = Layout.parse(verdict.layout)
+        sizes = layout.axis_sizes()
+        key = (layout.world_size, *(sizes[a] for a in ("tp", "pp", "cp", "dp")), layout.expert_parallel_size)
+        word = "refused" if verdict.refused else "[green]right[/]" if verdict.passed else "[red]wrong[/]"
+        lines.setdefault(key, {})[layout.zero_stage] = word
+    for key, words in lines.items():
+        table.add_row(*map(str, key), *(words.get(stage, "") for stage in range(4)))
+    return table
+
+
+def traffic_table(rows: Sequence[Any]) -> Table:
+    """Calls and payload bytes of a rank in the last step, by axis, kind, phase and group; ranks that sent the same are
+    one line."""
+    last = max(row.step for row in rows)
+    lines: dict[tuple[Any, ...], set[int]] = {}
+    for row in rows:
+        if row.step == last:
+            key = (row.axis, row.kind, row.phase, len(row.group), row.counted, row.expected, row.pooled)
+            lines.setdefault(key, set()).update(row.group if row.pooled else [row.rank])
+    table = Table("axis", "kind", "phase", "of", "calls", "bytes", "by formula", "ranks")
+    for (axis, kind, phase, size, counted, expected, pooled), ranks in sorted(lines.items(), key=lambda x: x[0][:4]):
+        formula = "the same" if counted == expected else f"{expected.bytes:,} in {expected.calls:,}"
+        who = ", ".join(map(str, sorted(ranks))) + (" together" if pooled else "")
+        table.add_row(axis, kind, phase, str(size), f"{counted.calls:,}", f"{counted.bytes:,}", formula, who)
     return table
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -73,6 +74,7 @@ class Comparison:
         self._ranks, self._one, self._sizes, self._tolerance = ranks, one, sizes, tolerance
         self._tied = _ties(ranks, one)
         self._zero = _zero_gradients(one)
+        self._unknown: dict[str, Tensor | float] = {}
         self.notes: set[str] = set()
         self.differences = list(self._find())
         self.largest = max((d.error for d in self.differences), default=self._largest)
@@ -92,7 +94,9 @@ class Comparison:
             yield from self._tensors("gradient", step, "backward", self._whole("grads", step), self._one.grads[step])
             norms = {i: r.seen.norms[step] for i, r in enumerate(self._ranks)}
             yield from self._numbers("norm", step, "update", norms, self._one.norms[step])
-            yield from self._tensors("weight", step, "update", self._whole("weights", step), self._one.weights[step])
+            self._note_unknown(step)
+            right = self._one.weights[step]
+            yield from self._tensors("weight", step, "update", self._whole("weights", step), right, self._unknown)
             yield from self._metrics(step)
         yield from self._moments()
 
@@ -155,15 +159,35 @@ class Comparison:
             clue = Clue(what, torch.tensor(got[rank]).double(), torch.tensor(want).double(), self._sizes)
             yield Difference(what, name, step, phase, wrong[rank], tuple(wrong), likely_cause(clue))
 
+    def _note_unknown(self, step: int) -> None:
+        """Add to `_unknown` how far each weight may be off because its gradient is known to the tolerance only.
+
+        An optimizer that divides a gradient by its size (Adam) makes the relative error of an element of the gradient
+        that of its update, and a small element beside large ones is rounding for the most part. So an update counts as
+        known up to its own size times that relative error, and not at all where the gradient is below the tolerance.
+        """
+        before = self._one.weights[step - 1] if step else self._one.initial
+        for name, grad in self._one.grads[step].items():
+            update = (self._one.weights[step][name] - before[name]).abs()
+            error = (self._tolerance * grad.abs().max() / grad.abs()).nan_to_num(1.0).clamp(max=1.0)
+            self._unknown[name] = self._unknown.get(name, 0.0) + (update * error).to(update.dtype)
+
     def _tensors(
-        self, what: str, step: int, phase: str, got: Assembled, want: Mapping[str, Tensor], suffix: str = ""
+        self,
+        what: str,
+        step: int,
+        phase: str,
+        got: Assembled,
+        want: Mapping[str, Tensor],
+        unknown: Mapping[str, Tensor | float] = MappingProxyType({}),
+        suffix: str = "",
     ) -> Iterator[Difference]:
         largest = max((float(t.abs().max()) for t in want.values() if t.numel()), default=0.0)
         order = [n for n in self._one.order if n in want]
         for name in [*order, *(n for n in want if n not in order)]:
             right, found = want[name], got.tensors[name]
             scale = largest if name in self._zero else float(right.abs().max()) or largest
-            error = float((found - right).abs().max()) / (scale or 1.0)
+            error = float(((found - right).abs() - unknown.get(name, 0.0)).max()) / (scale or 1.0)
             spread = got.disagree.get(name, (0, 0.0))[1] / (scale or 1.0)
             if error <= self._tolerance and spread <= self._tolerance:
                 self._largest = max(self._largest, error)

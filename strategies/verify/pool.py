@@ -12,7 +12,7 @@ import pickle
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -34,11 +34,12 @@ class Pool:
 
     Args:
         timeout: seconds for one call of `run`.
+        imports: further modules that the processes will need: imported once, in the fork server.
     """
 
-    def __init__(self, timeout: float = 600.0) -> None:
+    def __init__(self, timeout: float = 600.0, imports: Sequence[str] = ()) -> None:
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(PRELOAD)
+        self._context.set_forkserver_preload([*PRELOAD, *imports])
         self._timeout = timeout
 
     def run(self, world: int, fn: Callable[..., Any], *args: Any) -> list[Any]:

@@ -21,11 +21,12 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.data import DataLoader
 
 from parallax.plugins.base import ParamShard
-from parallax.strategies.batch import valid_tokens
+from parallax.strategies.batch import shifts_labels, valid_tokens
 from parallax.strategies.deferred import Recording, deferred_init
 from parallax.strategies.materialize import materialize
 from parallax.strategies.strategy import ParallaxStrategy
 from parallax.strategies.verify.exact import KeepDouble
+from parallax.strategies.verify.expect import Asked, Expectation, Theory
 from parallax.strategies.verify.observe import Observation, Observer, parallel_lens, plain_lens
 from parallax.strategies.verify.shrink import shrunk_configs
 from parallax.strategies.verify.target import Target, loader_of, synthetic_loader
@@ -67,14 +68,16 @@ class RankResult:
         shards: how its tensors sit in the whole ones.
         coordinates: axis -> index.
         tokens: valid target tokens of the batch of each step (1 without labels).
-        traffic: (axis, kind, phase) -> (calls, bytes).
+        groups: name of a group of the mesh -> its ranks.
+        averaged_over: parameter -> the group its gradient is averaged over.
     """
 
     seen: Observation
     shards: dict[str, ParamShard | None]
     coordinates: dict[str, int]
     tokens: list[float]
-    traffic: dict[tuple[str, str, str], tuple[int, int]]
+    groups: dict[str, tuple[int, ...]]
+    averaged_over: dict[str, str]
 
 
 class Given(ClusterEnvironment):
@@ -119,7 +122,9 @@ def run_layout(rank: int, world: int, settings: Settings, layout: str) -> RankRe
         trainer = _trainer(settings, observer, strategy=strategy, devices=world)
         if settings.target.synthetic is not None:
             copies = strategy.requested_layout.resolve(world).data_parallel_size or 1
-            data = synthetic_loader(_sketch(settings), settings.target.synthetic, copies, settings.steps)
+            data = synthetic_loader(
+                sketch(settings.target, shrink=settings.shrink), settings.target.synthetic, copies, settings.steps
+            )
         trainer.fit(module, **loader_of(module, data))
     names = [n for n, _ in module.named_parameters()]
     mesh = strategy.mesh
@@ -128,34 +133,40 @@ def run_layout(rank: int, world: int, settings: Settings, layout: str) -> RankRe
         {n: strategy.shard_of(n) for n in names},
         {axis: mesh.index(axis) for axis in ("pp", "dp", "cp", "tp", "data")},
         [_tokens(module, batch) for batch in observer.seen.batches],
-        {key: (t.calls, t.bytes) for key, t in mesh.ledger.counts.items()},
+        {name: comm.ranks for name, comm in mesh.comms.items()},
+        {n: strategy.averaged_over(n) for n in names},
     )
     strategy.close()
     return result
 
 
 def _tokens(module: LightningModule, batch: Any) -> float:
-    shifted = any(getattr(m, "loss_type", None) == "ForCausalLM" for m in module.modules())
-    count = valid_tokens(batch, shifted=shifted)
+    count = valid_tokens(batch, shifted=shifts_labels(module))
     return 1.0 if count is None else float(count)
 
 
-def run_one(rank: int, world: int, settings: Settings, batches: list[Any]) -> Observation:
-    """Train in this process alone, with plain Lightning, on whole `batches`, one per step."""
-    observer = Observer(plain_lens())
+def run_one(
+    rank: int, world: int, settings: Settings, batches: list[Any], asked: Asked | None = None
+) -> tuple[Observation, list[list[Theory]]]:
+    """Train in this process alone, with plain Lightning, on whole `batches`, one per step; and what was `asked`."""
+    observer, more = Observer(plain_lens()), list[Expectation]()
+    if asked is not None:
+        plugins = ParallaxStrategy(str(asked.layout), **settings.options).new_plugins(asked.layout)
+        more = [Expectation(asked, plugins)]
     with _prepared(settings):
         module, _ = settings.target.build()
-        trainer = _trainer(settings, observer, strategy=_OneProcess(settings.seed), devices=1)
+        trainer = _trainer(settings, observer, *more, strategy=_OneProcess(settings.seed), devices=1)
         loader: Any = DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
         trainer.fit(module, train_dataloaders=loader)
-    return observer.seen
+    return observer.seen, more[0].theories if more else []
 
 
-def _sketch(settings: Settings) -> LightningModule:
-    """The module on the meta device, to read its config."""
-    module, _ = settings.target.build()
-    with deferred_init():
-        module.configure_model()
+def sketch(target: Target, *, shrink: bool) -> LightningModule:
+    """The module on the meta device, to read its config and plans."""
+    with shrunk_configs(shrink):
+        module, _ = target.build()
+        with deferred_init():
+            module.configure_model()
     return module
 
 
@@ -170,8 +181,8 @@ def _prepared(settings: Settings) -> Iterator[None]:
             yield
 
 
-def _trainer(settings: Settings, observer: Observer, **options: Any) -> Trainer:
-    callbacks: list[Any] = [_NoDropout(), observer]
+def _trainer(settings: Settings, *observers: Callback, **options: Any) -> Trainer:
+    callbacks: list[Any] = [_NoDropout(), *observers]
     return Trainer(
         accelerator="cpu",
         precision=PRECISION[settings.dtype],  # type: ignore[arg-type]
@@ -223,11 +234,16 @@ class _NoDropout(Callback):
                     setattr(module, name, 0.0)
 
 
-def whole_batches(ranks: list[RankResult]) -> list[Any]:
-    """The global batch of each step: those the data ranks read, in the order of their ranks."""
+def batches_read(ranks: list[RankResult]) -> list[list[Any]]:
+    """Step -> data rank -> the batch it read."""
     readers = {r.coordinates["dp"]: r for r in reversed(ranks)}
     steps = len(ranks[0].seen.batches)
-    return [_joined([readers[i].seen.batches[step] for i in sorted(readers)]) for step in range(steps)]
+    return [[readers[i].seen.batches[step] for i in sorted(readers)] for step in range(steps)]
+
+
+def whole_batches(ranks: list[RankResult]) -> list[Any]:
+    """The global batch of each step: those the data ranks read, in the order of their ranks."""
+    return [_joined(batches) for batches in batches_read(ranks)]
 
 
 def _joined(batches: list[Any]) -> Any:

@@ -6,15 +6,19 @@ verdicts. It is not: the runs or the comparison themselves.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import Any
 
 from parallax.strategies.layout import Layout
+from parallax.strategies.verify.bytes import Row, compare_bytes
 from parallax.strategies.verify.compare import TOLERANCE, Comparison, Difference
+from parallax.strategies.verify.expect import Asked, Theory
 from parallax.strategies.verify.observe import Observation
 from parallax.strategies.verify.pool import Pool, RankFailed
-from parallax.strategies.verify.runs import RankResult, Settings, run_layout, run_one, whole_batches
+from parallax.strategies.verify.runs import RankResult, Settings, batches_read, run_layout, run_one, whole_batches
 from parallax.strategies.verify.target import Target
 
 
@@ -28,7 +32,8 @@ class Verdict:
         differences: everything that differs from one process, in the order it arises; empty when the layout is right.
         largest: largest relative difference that counted as rounding.
         refused: why the layout does not fit the module; None when it ran.
-        traffic: (axis, kind, phase) -> (calls, bytes) of rank 0.
+        rows: with `check_bytes`, what each rank sent in each step, counted and by formula.
+        no_formula: plugins and data engines that state none.
         notes: what was not compared, and why.
     """
 
@@ -37,12 +42,18 @@ class Verdict:
     differences: Sequence[Difference] = ()
     largest: float = 0.0
     refused: str | None = None
-    traffic: dict[tuple[str, str, str], tuple[int, int]] | None = None
+    rows: Sequence[Row] = ()
+    no_formula: Sequence[str] = ()
     notes: Sequence[str] = ()
 
     @property
+    def wrong_rows(self) -> list[Row]:
+        """Rows whose counted bytes or calls differ from the formula's."""
+        return [row for row in self.rows if not row.right]
+
+    @property
     def passed(self) -> bool:
-        return not self.differences and self.refused is None
+        return not (self.differences or self.wrong_rows or self.no_formula) and self.refused is None
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -53,7 +64,8 @@ class Verdict:
             "refused": self.refused,
             "notes": list(self.notes),
             "differences": [d.to_dict() for d in self.differences],
-            "traffic": [[*key, *value] for key, value in sorted((self.traffic or {}).items())],
+            "traffic": [{**row.to_dict(), "right": row.right} for row in self.rows],
+            "no_formula": list(self.no_formula),
         }
 
 
@@ -71,6 +83,7 @@ def verify(
     options: dict[str, Any] | None = None,
     prepare: Callable[[], None] | None = None,
     repeat: bool = True,
+    check_bytes: bool = False,
 ) -> list[Verdict]:
     """Train `target` for a few steps at each layout, on processes of this machine, and compare with one process.
 
@@ -87,6 +100,7 @@ def verify(
         options: further arguments of ParallaxStrategy.
         prepare: a module-level function called first on each rank of a layout.
         repeat: check first that one process gives the same twice.
+        check_bytes: also compare what every rank sent in each step with closed formulas.
 
     Raises:
         ValueError: the script does not import, a layout is impossible, or the module gives different results when one
@@ -99,7 +113,7 @@ def verify(
     settings = Settings(parsed, steps, dtype, clip, shrink=shrink, options=options or {}, prepare=prepare)
     asked = [Layout.from_any(la) for la in ([layouts] if isinstance(layouts, str) else layouts)]
     resolved = [la.resolve(world or la.ranks_needed) for la in asked]
-    pool, verdicts, repeatable = Pool(timeout), list[Verdict](), not repeat
+    pool, verdicts, repeatable = Pool(timeout, _imports(resolved)), list[Verdict](), not repeat
     for wanted, layout in zip(asked, resolved, strict=True):
         try:
             ranks = pool.run(
@@ -114,21 +128,41 @@ def verify(
             verdict = Verdict(str(layout), layout.world_size, refused=str(error))
         else:
             batches = whole_batches(ranks)
-            one = pool.run(1, run_one, settings, batches)[0]
+            sizes = _asked(layout, ranks) if check_bytes else None
+            one, theories = pool.run(1, run_one, settings, batches, sizes)[0]
             if not repeatable:
-                _require_repeatable(one, pool.run(1, run_one, settings, batches)[0])
+                _require_repeatable(one, pool.run(1, run_one, settings, batches)[0][0])
                 repeatable = True
-            verdict = _judge(layout, ranks, one, TOLERANCE[dtype])
+            verdict = _judge(layout, ranks, one, theories, TOLERANCE[dtype])
         verdicts.append(verdict)
         report(verdict)
     return verdicts
 
 
-def _judge(layout: Layout, ranks: list[RankResult], one: Observation, tolerance: float) -> Verdict:
+def _imports(layouts: Sequence[Layout]) -> list[str]:
+    """Slow imports of many layouts, to be made once."""
+    engines = {layout.resolved_data_engine for layout in layouts}
+    models = [name for name in sys.modules if name.startswith("transformers.models.") and ".modeling_" in name]
+    return [*(["deepspeed"] if "deepspeed" in engines and find_spec("deepspeed") else []), *models]
+
+
+def _asked(layout: Layout, ranks: list[RankResult]) -> Asked:
+    return Asked(layout, batches_read(ranks), [r.shards for r in ranks], [r.averaged_over for r in ranks])
+
+
+def _judge(
+    layout: Layout, ranks: list[RankResult], one: Observation, theories: list[list[Theory]], tolerance: float
+) -> Verdict:
     sizes = {**layout.axis_sizes(), "ep": layout.expert_parallel_size, "m": layout.num_microbatches or 1}
     found = Comparison(ranks, one, sizes, tolerance)
     return Verdict(
-        str(layout), layout.world_size, found.differences, found.largest, None, ranks[0].traffic, sorted(found.notes)
+        str(layout),
+        layout.world_size,
+        found.differences,
+        found.largest,
+        rows=compare_bytes(ranks, theories),
+        no_formula=sorted({text for step in theories for theory in step for text in theory.missing}),
+        notes=sorted(found.notes),
     )
 
 
