@@ -163,7 +163,7 @@ class TensorParallel(ParallelPlugin):
             return
         targets = resolve(case.model, collect_rules(case.model, self._plan), complete=True)
         targets = with_copies(case.model, targets, case.layout.tensor_parallel_size)
-        add_traffic(case, out, targets, self.trunk(case.model, case.layout))
+        add_traffic(case, out, targets, self.trunk(case.model, case.layout), self._chunks)
 
     def trunk(self, model: nn.Module, layout: Layout) -> Trunk | None:
         """Where the residual stream of a whole model is cut into shards; None when it is not."""

@@ -32,6 +32,7 @@ from parallax.plugins.tensor.plans import vocabularies, vocabulary_heads
 from parallax.plugins.tensor.sequence_plan import Trunk
 from parallax.plugins.tensor.styles import Kind
 from parallax.plugins.tensor.target import Target
+from parallax.strategies.comm import Traffic
 from parallax.strategies.theory import Call, Case, Expected, Seen
 
 
@@ -48,6 +49,14 @@ class _Sums:
     case: Case
     out: Expected
     trunk: Trunk | None
+    chunks: int = 1
+
+    def in_pieces(self, kind: str, phase: str, nbytes: int, rows: int, halved: int) -> None:
+        """A row layer's output of `rows` tokens: one message, or `chunks`, where its product may be cut (`halved`
+        micro-batches may not)."""
+        pieces = -(-rows // -(-rows // self.chunks))
+        self.out.add_all({("tp", kind, phase): Traffic(pieces, nbytes)}, self.case.microbatches - halved)
+        self.each(kind, phase, nbytes, halved)
 
     def each(self, kind: str, phase: str, nbytes: int, times: int | None = None) -> None:
         self.out.add("tp", kind, phase, nbytes, self.case.microbatches if times is None else times)
@@ -63,11 +72,15 @@ class _Sums:
         return prod(seen.shape[:-1]) * -(-seen.shape[-1] // size) * size * seen.element
 
 
-def add_traffic(case: Case, out: Expected, targets: Mapping[str, Target], trunk: Trunk | None) -> None:
-    """Add what this rank sends over "tp" because of `targets` and `trunk`, of the whole model."""
+def add_traffic(case: Case, out: Expected, targets: Mapping[str, Target], trunk: Trunk | None, chunks: int = 1) -> None:
+    """Add what this rank sends over "tp" because of `targets` and `trunk`, of the whole model.
+
+    Args:
+        chunks: messages in which a row layer's output is sent.
+    """
     if case.layout.recompute == "full":
         raise NotImplementedError("tensor parallelism states no formula of what recomputed layers send again")
-    sums = _Sums(case, out, trunk)
+    sums = _Sums(case, out, trunk, chunks)
     unique = {(id(t.module), t.part): t for t in targets.values() if case.here(t.fqn) and not t.part}
     here = list(unique.values())
     heads = vocabulary_heads(case.model, targets.values(), vocabularies(targets.values()))
@@ -86,16 +99,21 @@ def _add_call(sums: _Sums, target: Target, call: Call, *, is_head: bool) -> None
     kind, whole = target.style.kind, target.style.whole_outside
     inside = sums.trunk is not None and sums.trunk.is_region(target.fqn)
     result, hidden = call.outputs[0], call.inputs[0]
-    if kind in (Kind.EMBEDDING, Kind.SUM_OUTPUT) or (kind is Kind.ROW and not inside):
+    if kind in (Kind.EMBEDDING, Kind.SUM_OUTPUT):
         sums.each("all_reduce", "forward", result.bytes)
     if kind is Kind.EMBEDDING_WIDTH or (kind is Kind.COLUMN and whole and not is_head):
         sums.each("all_gather", "forward", sums.padded(result))
     if kind is Kind.ROW and whole and hidden.grad:
         sums.each("all_gather", "backward", sums.padded(hidden))
-    if kind is Kind.ROW and inside:
-        sums.each("reduce_scatter", "forward", sums.rows(result))
-        if hidden.grad:
-            sums.each("all_gather", "backward", sums.rows(result))
+    if kind is Kind.ROW:
+        tokens, halved = prod(result.shape[:-1]), sums.case.halved(target.fqn)
+        each = -(-tokens // sums.case.mesh.size("tp"))
+        if not inside:
+            sums.in_pieces("all_reduce", "forward", result.bytes, tokens, halved)
+        else:
+            sums.in_pieces("reduce_scatter", "forward", sums.rows(result), each, halved)
+            if hidden.grad:
+                sums.in_pieces("all_gather", "backward", sums.rows(result), each, halved)
     if kind is Kind.MLA_KEYS and result.grad:
         rotary = rotary_width(sums.case.model, target.fqn)
         sums.each("all_reduce", "backward", result.bytes // result.shape[-1] * rotary)

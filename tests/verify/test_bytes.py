@@ -39,6 +39,14 @@ def test_counted_bytes_are_the_formulas(target: str) -> None:
         assert {axis for axis, there in axes.items() if there} <= sent
 
 
+@pytest.mark.limit(60)
+def test_row_products_in_pieces() -> None:
+    (verdict,) = verify(
+        f"{SCRIPT}:Lit", "tp2", steps=1, check_bytes=True, repeat=False, timeout=50, options={"tp_chunks": 3}
+    )
+    assert verdict.passed, (verdict.wrong_rows[:3], verdict.no_formula)
+
+
 def one_more_call() -> None:
     from parallax.plugins.data.replicated import ReplicatedEngine
 
@@ -95,9 +103,7 @@ PLANTED: dict[str, tuple[Callable[[], None], str, tuple[str, str, str]]] = {
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_byte_too_many_fails_though_all_values_are_right(name: str) -> None:
     plant, layout, where = PLANTED[name]
-    (verdict,) = verify(
-        f"{SCRIPT}:Plain", layout, steps=1, prepare=plant, check_bytes=True, repeat=False, timeout=60
-    )
+    (verdict,) = verify(f"{SCRIPT}:Plain", layout, steps=1, prepare=plant, check_bytes=True, repeat=False, timeout=60)
     assert not verdict.differences, "the values are right"
     assert not verdict.passed
     assert {(row.axis, row.kind, row.phase) for row in verdict.wrong_rows} == {where}
