@@ -19,8 +19,10 @@ NORM = 8
 
 
 def add_norm(case: Case, out: Expected, *, sharded: bool) -> None:
-    """Add the sum over ranks that hold different parts: "data" (or "ep" for replicated weights), then "model"."""
-    out.add("data" if sharded else "ep", "all_reduce", "step", NORM)
+    """Add the sum over ranks that hold different parts: "data" (for replicated weights where experts are apart), then
+    "model"."""
+    if sharded or case.layout.experts_apart:
+        out.add("data", "all_reduce", "step", NORM)
     out.add("model", "all_reduce", "step", NORM)
 
 

@@ -1,37 +1,61 @@
 """What expert parallelism sends in one step, as closed formulas over the shapes of one process.
 
 It is: for T tokens here that choose k of E experts, of h elements of w bytes, per layer and micro-batch (Lepikhin et
-al. 2020): forward one all-to-all of E counts, one of T k h w there and one back, backward two; and where experts are
-cut over tp as well an all-reduce of T h w forward, of T h w and of T k weights backward. What comes back to a rank's
-experts depends on what the tokens chose, so that the exchange is known as the sum over the group. It is not: a count.
+al. 2020): forward one all-to-all of E counts, one of T k h w there and one back, backward two. Where experts are cut
+over etp as well an all-reduce of T h w forward, of T h w and of T k weights backward. Where s ranks of tp share tokens
+T is a share, T' s shares of equal length: forward an all-gather of T' h w, backward of T' h w and of T' k weights. What
+comes back to a rank's experts depends on what the tokens chose, so that the exchange is known as the sum over the
+group. It is not: a count.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import prod
 
 from parallax.plugins.expert.plans import ExpertsTarget
-from parallax.strategies.theory import Case, Expected
+from parallax.strategies.theory import Case, Expected, Seen
 
 COUNT_BYTES = 8
 
 
 def add_traffic(case: Case, out: Expected, targets: Iterable[ExpertsTarget]) -> None:
     """Add what the experts modules `targets` of the whole model send that this rank runs."""
-    times, split = case.microbatches, case.mesh.size("ep") > 1
+    shares = case.mesh["tp_shares"]
     for target in (t for t in targets if case.here(t.fqn)):
         for call in case.calls(target.module):
             hidden, choices, weights = call.inputs
-            if target.tensor:
-                out.add("tp", "all_reduce", "forward", hidden.bytes, times)
-                for seen in (hidden, weights):
-                    if seen.grad:
-                        out.add("tp", "all_reduce", "backward", seen.bytes, times)
-            rows = choices.bytes // choices.element * hidden.shape[-1] * hidden.element
-            out.add("ep", "all_to_all", "forward", target.num_experts * COUNT_BYTES, times)
-            out.add("ep", "all_to_all", "forward", rows, 2 * times)
-            if hidden.grad or weights.grad:
-                out.add("ep", "all_to_all", "backward", rows, 2 * times)
-    if split:
+            tokens = prod(choices.shape[:-1])
+            each = -(-tokens // shares.size)
+            here = min((shares.index + 1) * each, tokens) - min(shares.index * each, tokens)
+            _add_call(case, out, target, (hidden, choices, weights), each, here)
+    if case.mesh.size("ep") > 1:
         for phase in ("forward", "backward"):
             out.pool("ep", "all_to_all", phase)
+
+
+def _add_call(
+    case: Case, out: Expected, target: ExpertsTarget, inputs: tuple[Seen, Seen, Seen], each: int, here: int
+) -> None:
+    """One call, all micro-batches; `here` tokens are this rank's, `each` with padding."""
+    times, (hidden, choices, weights) = case.microbatches, inputs
+    widths = [(seen, seen.shape[-1] * seen.element) for seen in (hidden, weights)]
+    whole = each * case.mesh.size("tp_shares")
+    apart = case.mesh.size("tp_shares") > 1  # one and the same group as "tp" may go by that name
+    if apart:
+        axis = case.mesh["tp_shares"].axis
+        out.add(axis, "all_gather", "forward", whole * widths[0][1], times)
+        for seen, width in widths:
+            if seen.grad:
+                out.add(axis, "all_gather", "backward", whole * width, times)
+    if target.tensor:
+        axis, rows = case.mesh["etp"].axis, each if apart else here
+        out.add(axis, "all_reduce", "forward", rows * widths[0][1], times)
+        for seen, width in widths:
+            if seen.grad:
+                out.add(axis, "all_reduce", "backward", rows * width, times)
+    sent = here * choices.shape[-1] * widths[0][1]
+    out.add("ep", "all_to_all", "forward", target.num_experts * COUNT_BYTES, times)
+    out.add("ep", "all_to_all", "forward", sent, 2 * times)
+    if hidden.grad or weights.grad:
+        out.add("ep", "all_to_all", "backward", sent, 2 * times)

@@ -38,6 +38,15 @@ def add_verify(commands: Any) -> None:
     parser.add_argument("--world", type=int, metavar="N", help="ranks, where the layout leaves dp open")
     parser.add_argument("--timeout", type=float, default=600.0, metavar="S", help="seconds for one run (default 600)")
     parser.add_argument("--bytes", action="store_true", help="compare what was sent with closed formulas, and show it")
+    parser.add_argument(
+        "--dropout",
+        type=int,
+        nargs="?",
+        const=24,
+        default=0,
+        metavar="STEPS",
+        help="also with dropout on: mean loss, rate, and which ranks share masks (default 24 steps)",
+    )
     parser.add_argument("--json", metavar="FILE", help="write the verdicts as JSON ('-' prints it)")
     parser.set_defaults(command=run_verify)
 
@@ -67,6 +76,7 @@ def run_verify(options: argparse.Namespace) -> int:
         timeout=options.timeout,
         report=lambda verdict: show_verdict(console, verdict),
         check_bytes=options.bytes,
+        dropout=options.dropout,
     )
     ran = [v for v in verdicts if v.refused is None]
     wrong = [v for v in ran if not v.passed]

@@ -68,9 +68,19 @@ class Comparison:
         one: what one process saw.
         sizes: axis -> ranks, "m" -> micro-batches.
         tolerance: see `TOLERANCE`.
+        by_step: one process started each step from the ranks' weights.
     """
 
-    def __init__(self, ranks: list[RankResult], one: Observation, sizes: Mapping[str, int], tolerance: float) -> None:
+    def __init__(
+        self,
+        ranks: list[RankResult],
+        one: Observation,
+        sizes: Mapping[str, int],
+        tolerance: float,
+        *,
+        by_step: bool = False,
+    ) -> None:
+        self._by_step = by_step
         self._ranks, self._one, self._sizes, self._tolerance = ranks, one, sizes, tolerance
         self._tied = _ties(ranks, one)
         self._zero = _zero_gradients(one)
@@ -112,7 +122,7 @@ class Comparison:
             yield from self._numbers("metric", step, "forward", self._mean(got, step), want, name)
 
     def _samples(self) -> Iterator[Difference]:
-        """No sample of a step may be read by two data ranks."""
+        """No sample of a step may be read by two data ranks, and none may be left out."""
         readers = {r.coordinates["dp"]: i for i, r in reversed(list(enumerate(self._ranks)))}
         for step in range(len(self._one.losses)):
             rows = Counter(
@@ -124,6 +134,21 @@ class Comparison:
                 cause = f"{len(twice)} sample(s) are read by more than one data rank: the sampler's rank is wrong"
                 yield Difference("sample", "", step, "data", 1.0, tuple(readers.values()), cause)
                 return
+        yield from self._epoch(readers)
+
+    def _epoch(self, readers: Mapping[int, int]) -> Iterator[Difference]:
+        """In an epoch every sample is read, by one data rank; all but as many as make the ranks' shares equal."""
+        epochs = [epoch for i in readers.values() if (epoch := self._ranks[i].epoch) is not None]
+        if len(epochs) < len(readers):
+            return
+        count = Counter(index for _, indices in epochs for index in indices)
+        lost, twice = epochs[0][0] - len(count), sum(n - 1 for n in count.values())
+        for number, what in ((lost, "read by no data rank"), (twice, "read more than once")):
+            if number >= len(readers):
+                cause = (
+                    f"{number} of {epochs[0][0]} samples are {what} in an epoch: the sampler divides wrongly"
+                )
+                yield Difference("sample", "", 0, "data", number / epochs[0][0], tuple(readers.values()), cause)
 
     def _losses(self, step: int) -> dict[int, float]:
         return self._mean({i: r.seen.losses[step] for i, r in enumerate(self._ranks)}, step)
@@ -164,13 +189,16 @@ class Comparison:
 
         An optimizer that divides a gradient by its size (Adam) makes the relative error of an element of the gradient
         that of its update, and a small element beside large ones is rounding for the most part. So an update counts as
-        known up to its own size times that relative error, and not at all where the gradient is below the tolerance.
+        known up to its own size times that relative error, and not even its sign where the gradient is below the
+        tolerance.
         """
         before = self._one.weights[step - 1] if step else self._one.initial
         for name, grad in self._one.grads[step].items():
             update = (self._one.weights[step][name] - before[name]).abs()
-            error = (self._tolerance * grad.abs().max() / grad.abs()).nan_to_num(1.0).clamp(max=1.0)
-            self._unknown[name] = self._unknown.get(name, 0.0) + (update * error).to(update.dtype)
+            error = (self._tolerance * grad.abs().max() / grad.abs()).nan_to_num(2.0)
+            error = torch.where(error < 1, error, 2.0)  # its sign is not known: it may go the other way
+            kept = 0.0 if self._by_step else self._unknown.get(name, 0.0)
+            self._unknown[name] = kept + (update * error).to(update.dtype)
 
     def _tensors(
         self,

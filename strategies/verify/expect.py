@@ -44,6 +44,19 @@ class Asked:
     averaged_over: Sequence[Mapping[str, str]]
 
 
+def microbatch(
+    module: LightningModule, batch: Any, layout: Layout, plugins: Sequence[ParallelPlugin]
+) -> tuple[Any, int, int]:
+    """The first micro-batch of a data rank's `batch` with the tokens of one rank, the tokens of a whole sequence (0
+    where sequences are whole), and how many micro-batches there are."""
+    wanted = layout.num_microbatches or 1
+    count = 1 if wanted == 1 else largest_divisor(batch_size(batch), wanted)
+    context = next((p for p in plugins if isinstance(p, ContextParallel)), None)
+    plan = None if context is None else context.batch_plan(module)
+    part = split(batch, count)[0]
+    return *local_tokens(part, plan, layout.context_parallel_size, layout.context_sharding), count
+
+
 @dataclass(frozen=True)
 class Theory:
     """Of one rank and step: rows, lower bounds, those known as the group's sum only, and who has no formula."""
@@ -101,17 +114,11 @@ class Expectation(Callback):
 
     def _trace(self, module: LightningModule, batch: Any, stages: Stages) -> tuple[Any, Trace, int]:
         """What identifies the shapes of a data rank's micro-batches, what was seen of one, and their number."""
-        layout = self._asked.layout
-        wanted = layout.num_microbatches or 1
-        count = 1 if wanted == 1 else largest_divisor(batch_size(batch), wanted)
-        part = split(batch, count)[0]
-        key = signature(part), count
+        part, tokens, count = microbatch(module, batch, self._asked.layout, self._plugins)
+        key = signature(part), tokens, count
         if key not in self._traces:
-            size = layout.context_parallel_size
-            context = next((p for p in self._plugins if isinstance(p, ContextParallel)), None)
-            plan = None if context is None else context.batch_plan(module)
-            here, tokens = local_tokens(part, plan, size, layout.context_sharding)
-            self._traces[key] = trace(module, here, stages.ends, tokens=tokens, context=size)
+            context = self._asked.layout.context_parallel_size
+            self._traces[key] = trace(module, part, stages.ends, tokens=tokens, context=context)
         return key, self._traces[key], count
 
     def _theory(self, case: Case) -> Theory:

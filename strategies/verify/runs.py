@@ -7,29 +7,31 @@ ranks read; of Parallax it takes the initial weights alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
-from parallax.plugins.base import ParamShard
+from parallax.plugins.base import ParallelPlugin, ParamShard
 from parallax.strategies.batch import shifts_labels, valid_tokens
 from parallax.strategies.deferred import Recording, deferred_init
+from parallax.strategies.layout import Layout
 from parallax.strategies.materialize import materialize
 from parallax.strategies.strategy import ParallaxStrategy
 from parallax.strategies.verify.exact import KeepDouble
 from parallax.strategies.verify.expect import Asked, Expectation, Theory
-from parallax.strategies.verify.observe import Observation, Observer, parallel_lens, plain_lens
+from parallax.strategies.verify.given import Given
+from parallax.strategies.verify.observe import Named, Observation, Observer, parallel_lens, plain_lens
 from parallax.strategies.verify.shrink import shrunk_configs
 from parallax.strategies.verify.target import Target, loader_of, synthetic_loader
+from parallax.strategies.verify.whole import assemble_whole
 
 PRECISION = {"fp64": "64-true", "fp32": "32-true", "bf16": "bf16-true"}
 
@@ -47,6 +49,7 @@ class Settings:
         shrink: build the architecture small.
         options: further arguments of ParallaxStrategy.
         prepare: called on each rank of the layout first; a test plants its faults here.
+        dropout: leave it on.
     """
 
     target: Target
@@ -57,6 +60,7 @@ class Settings:
     shrink: bool = False
     options: dict[str, Any] = field(default_factory=dict)
     prepare: Callable[[], None] | None = None
+    dropout: bool = False
 
 
 @dataclass
@@ -70,6 +74,8 @@ class RankResult:
         tokens: valid target tokens of the batch of each step (1 without labels).
         groups: name of a group of the mesh -> its ranks.
         averaged_over: parameter -> the group its gradient is averaged over.
+        epoch: samples of the dataset, and which of them this rank reads in an epoch; None where the loader is the
+            user's to divide.
     """
 
     seen: Observation
@@ -78,87 +84,123 @@ class RankResult:
     tokens: list[float]
     groups: dict[str, tuple[int, ...]]
     averaged_over: dict[str, str]
-
-
-class Given(ClusterEnvironment):
-    """Ranks numbered by whoever started the processes; the process group exists already."""
-
-    creates_processes_externally = True
-    main_address = "127.0.0.1"
-    main_port = 0
-
-    def __init__(self, rank: int, world: int) -> None:
-        self._rank, self._world = rank, world
-
-    @staticmethod
-    def detect() -> bool:
-        return False
-
-    def world_size(self) -> int:
-        return self._world
-
-    def set_world_size(self, size: int) -> None: ...
-
-    def global_rank(self) -> int:
-        return self._rank
-
-    def set_global_rank(self, rank: int) -> None: ...
-
-    def local_rank(self) -> int:
-        return self._rank
-
-    def node_rank(self) -> int:
-        return 0
+    epoch: tuple[int, list[int]] | None = None
 
 
 def run_layout(rank: int, world: int, settings: Settings, layout: str) -> RankResult:
     """Train on this rank at `layout`. Collective over `world` ranks."""
-    if settings.prepare is not None:
-        settings.prepare()
-    strategy = ParallaxStrategy(layout, cluster_environment=Given(rank, world), **settings.options)
     observer = Observer(parallel_lens())
-    with _prepared(settings):
-        module, data = settings.target.build()
-        trainer = _trainer(settings, observer, strategy=strategy, devices=world)
-        if settings.target.synthetic is not None:
-            copies = strategy.requested_layout.resolve(world).data_parallel_size or 1
-            data = synthetic_loader(
-                sketch(settings.target, shrink=settings.shrink), settings.target.synthetic, copies, settings.steps
-            )
-        trainer.fit(module, **loader_of(module, data))
+    module, strategy = train_at(rank, world, settings, layout, observer)
     names = [n for n, _ in module.named_parameters()]
     mesh = strategy.mesh
     result = RankResult(
         observer.seen,
         {n: strategy.shard_of(n) for n in names},
-        {axis: mesh.index(axis) for axis in ("pp", "dp", "cp", "tp", "data")},
-        [_tokens(module, batch) for batch in observer.seen.batches],
+        coordinates(strategy),
+        [valid_targets_of(module, batch) for batch in observer.seen.batches],
         {name: comm.ranks for name, comm in mesh.comms.items()},
         {n: strategy.averaged_over(n) for n in names},
+        _epoch(module.trainer.train_dataloader),
     )
     strategy.close()
     return result
 
 
-def _tokens(module: LightningModule, batch: Any) -> float:
+def train_at(
+    rank: int, world: int, settings: Settings, layout: str, *observers: Callback
+) -> tuple[LightningModule, ParallaxStrategy]:
+    """Train on this rank at `layout`, watched by `observers`; the strategy is still open. Collective."""
+    if settings.prepare is not None:
+        settings.prepare()
+    strategy = ParallaxStrategy(layout, cluster_environment=Given(rank, world), **settings.options)
+    with _prepared(settings):
+        module, data = settings.target.build()
+        trainer = _trainer(settings, module, *observers, strategy=strategy, devices=world)
+        if settings.target.synthetic is not None:
+            copies = strategy.requested_layout.resolve(world).data_parallel_size or 1
+            like = sketch(settings.target, shrink=settings.shrink)
+            data = synthetic_loader(like, settings.target.synthetic, copies, settings.steps)
+        trainer.fit(module, **loader_of(module, data))
+    return module, strategy
+
+
+def train_alone(settings: Settings, batches: list[Any], *observers: Callback) -> None:
+    """Train in this process, with plain Lightning, on whole `batches`, one per step."""
+    with _prepared(settings):
+        module, _ = settings.target.build()
+        trainer = _trainer(settings, module, *observers, strategy=_OneProcess(settings.seed), devices=1)
+        loader: Any = DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
+        trainer.fit(module, train_dataloaders=loader)
+
+
+def _epoch(loader: Any) -> tuple[int, list[int]] | None:
+    sampler = getattr(loader, "sampler", None)
+    if not isinstance(sampler, DistributedSampler):
+        return None
+    return len(loader.dataset), [int(i) for i in sampler]
+
+
+def coordinates(strategy: ParallaxStrategy) -> dict[str, int]:
+    return {axis: strategy.mesh.index(axis) for axis in ("pp", "dp", "cp", "tp", "data")}
+
+
+def valid_targets_of(module: LightningModule, batch: Any) -> float:
+    """Targets that count in `batch`; 1 where it has no labels."""
     count = valid_tokens(batch, shifted=shifts_labels(module))
     return 1.0 if count is None else float(count)
 
 
+Parts = list[list[tuple[Named, dict[str, ParamShard | None]]]]
+"""Step -> rank -> its tensors, and how they sit in the whole ones."""
+
+
 def run_one(
-    rank: int, world: int, settings: Settings, batches: list[Any], asked: Asked | None = None
+    rank: int,
+    world: int,
+    settings: Settings,
+    batches: list[Any],
+    asked: Asked | None = None,
+    follow: Parts | None = None,
 ) -> tuple[Observation, list[list[Theory]]]:
-    """Train in this process alone, with plain Lightning, on whole `batches`, one per step; and what was `asked`."""
+    """Train in this process alone on whole `batches`, one per step; and what was `asked`.
+
+    Args:
+        follow: the layout's weights after each step, from which the next step starts here too. See `follows`.
+    """
     observer, more = Observer(plain_lens()), list[Expectation]()
     if asked is not None:
-        plugins = ParallaxStrategy(str(asked.layout), **settings.options).new_plugins(asked.layout)
-        more = [Expectation(asked, plugins)]
-    with _prepared(settings):
-        module, _ = settings.target.build()
-        trainer = _trainer(settings, observer, *more, strategy=_OneProcess(settings.seed), devices=1)
-        loader: Any = DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
-        trainer.fit(module, train_dataloaders=loader)
+        more = [Expectation(asked, plugins_of(settings, asked.layout))]
+    following = [] if follow is None else [_Follow(follow)]
+    train_alone(settings, batches, observer, *following, *more)
     return observer.seen, more[0].theories if more else []
+
+
+def follows(dtype: str) -> bool:
+    """Whether one process starts each step from the layout's weights.
+
+    In fp32 and below two right runs part by themselves: an optimizer that divides gradients by their size turns the
+    rounding of the smallest ones into whole updates. So each step is compared by itself.
+    """
+    return dtype != "fp64"
+
+
+class _Follow(Callback):
+    """Takes over the weights of a layout's ranks after each step."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = iter(parts)
+
+    @torch.no_grad()
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        params = dict(pl_module.named_parameters())
+        whole = assemble_whole(next(self._parts), {n: p.detach() for n, p in params.items()})
+        for name, param in params.items():
+            param.copy_(torch.where(whole.tensors[name].isnan(), param, whole.tensors[name]))
+
+
+def plugins_of(settings: Settings, layout: Layout) -> list[ParallelPlugin]:
+    """Fresh plugins of a resolved layout."""
+    return ParallaxStrategy(str(layout), **settings.options).new_plugins(layout)
 
 
 def sketch(target: Target, *, shrink: bool) -> LightningModule:
@@ -181,8 +223,10 @@ def _prepared(settings: Settings) -> Iterator[None]:
             yield
 
 
-def _trainer(settings: Settings, *observers: Callback, **options: Any) -> Trainer:
-    callbacks: list[Any] = [_NoDropout(), *observers]
+def _trainer(settings: Settings, module: LightningModule, *observers: Callback, **options: Any) -> Trainer:
+    callbacks: list[Any] = [*([] if settings.dropout else [_NoDropout()]), *observers]
+    if settings.dropout:  # masks are compared, at weights that stay
+        module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=0.0)  # type: ignore[method-assign]
     return Trainer(
         accelerator="cpu",
         precision=PRECISION[settings.dtype],  # type: ignore[arg-type]
@@ -234,16 +278,15 @@ class _NoDropout(Callback):
                     setattr(module, name, 0.0)
 
 
-def batches_read(ranks: list[RankResult]) -> list[list[Any]]:
-    """Step -> data rank -> the batch it read."""
-    readers = {r.coordinates["dp"]: r for r in reversed(ranks)}
-    steps = len(ranks[0].seen.batches)
-    return [[readers[i].seen.batches[step] for i in sorted(readers)] for step in range(steps)]
+def batches_read(data_index: Sequence[int], batches: Sequence[list[Any]]) -> list[list[Any]]:
+    """Step -> data rank -> the batch it read, from those of all ranks; `data_index` is each rank's on "dp"."""
+    readers = dict(reversed(list(zip(data_index, batches, strict=True))))
+    return [[readers[i][step] for i in sorted(readers)] for step in range(len(batches[0]))]
 
 
-def whole_batches(ranks: list[RankResult]) -> list[Any]:
+def joined(batches: list[list[Any]]) -> list[Any]:
     """The global batch of each step: those the data ranks read, in the order of their ranks."""
-    return [_joined(batches) for batches in batches_read(ranks)]
+    return [_joined(of_step) for of_step in batches]
 
 
 def _joined(batches: list[Any]) -> Any:

@@ -48,8 +48,8 @@ def trace(module: LightningModule, batch: Any, ends: Collection[nn.Module], *, t
     with ExitStack() as stack:
         look = stack.enter_context(_Look(out, batch, context, held))
         stack.enter_context(_hooked(module, out, ends, look))
-        stack.enter_context(_kept(module))
-        stack.enter_context(_logging(module, out))
+        stack.enter_context(untouched(module))
+        stack.enter_context(unlogged(module, out.logs))
         result = module.training_step(batch, 0)
     for tensor in tensors_of(result):
         if tensor.dim() == 0 and tensor.is_floating_point():
@@ -140,7 +140,7 @@ def _hooked(module: nn.Module, out: Trace, ends: Collection[nn.Module], look: _L
 
 
 @contextmanager
-def _kept(module: nn.Module) -> Iterator[None]:
+def untouched(module: nn.Module) -> Iterator[None]:
     """Random numbers, buffers and the mode are afterwards as before."""
     state = torch.random.get_rng_state()
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
@@ -153,10 +153,12 @@ def _kept(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _logging(module: LightningModule, out: Trace) -> Iterator[None]:
+def unlogged(module: LightningModule, logs: list[Log]) -> Iterator[None]:
+    """Inside, `self.log` adds to `logs` and does nothing else."""
+
     def log(name: str, value: Any, *args: Any, **options: Any) -> None:
         element = value.element_size() if isinstance(value, Tensor) else torch.get_default_dtype().itemsize
-        out.logs.append(Log(element, bool(options.get("sync_dist")) and options.get("on_step") is not False))
+        logs.append(Log(element, bool(options.get("sync_dist")) and options.get("on_step") is not False))
 
     module.__dict__["log"] = log
     try:

@@ -15,10 +15,12 @@ from typing import Any
 from parallax.strategies.layout import Layout
 from parallax.strategies.verify.bytes import Row, compare_bytes
 from parallax.strategies.verify.compare import TOLERANCE, Comparison, Difference
+from parallax.strategies.verify.dropout import LEAST_STEPS, judge
+from parallax.strategies.verify.dropout_runs import dropout_alone, dropout_at
 from parallax.strategies.verify.expect import Asked, Theory
 from parallax.strategies.verify.observe import Observation
 from parallax.strategies.verify.pool import Pool, RankFailed
-from parallax.strategies.verify.runs import RankResult, Settings, batches_read, run_layout, run_one, whole_batches
+from parallax.strategies.verify.runs import RankResult, Settings, batches_read, follows, joined, run_layout, run_one
 from parallax.strategies.verify.target import Target
 
 
@@ -84,6 +86,7 @@ def verify(
     prepare: Callable[[], None] | None = None,
     repeat: bool = True,
     check_bytes: bool = False,
+    dropout: int = 0,
 ) -> list[Verdict]:
     """Train `target` for a few steps at each layout, on processes of this machine, and compare with one process.
 
@@ -101,6 +104,8 @@ def verify(
         prepare: a module-level function called first on each rank of a layout.
         repeat: check first that one process gives the same twice.
         check_bytes: also compare what every rank sent in each step with closed formulas.
+        dropout: also run so many steps with dropout on, for the mean loss, the rate and which ranks share masks; 0 for
+            none, else at least 8.
 
     Raises:
         ValueError: the script does not import, a layout is impossible, or the module gives different results when one
@@ -108,6 +113,8 @@ def verify(
     """
     if dtype not in TOLERANCE:
         raise ValueError(f"dtype {dtype!r} is not known; use one of {', '.join(TOLERANCE)}")
+    if dropout and dropout < LEAST_STEPS:
+        raise ValueError(f"dropout={dropout} steps are too few for statistics; use at least {LEAST_STEPS}")
     parsed = Target.parse(target) if isinstance(target, str) else target
     parsed.build()  # what is wrong with the script is said here, before any rank starts
     settings = Settings(parsed, steps, dtype, clip, shrink=shrink, options=options or {}, prepare=prepare)
@@ -115,25 +122,25 @@ def verify(
     resolved = [la.resolve(world or la.ranks_needed) for la in asked]
     pool, verdicts, repeatable = Pool(timeout, _imports(resolved)), list[Verdict](), not repeat
     for wanted, layout in zip(asked, resolved, strict=True):
+        text = str(replace(wanted, data_parallel_size=layout.data_parallel_size))
         try:
-            ranks = pool.run(
-                layout.world_size,
-                run_layout,
-                settings,
-                str(replace(wanted, data_parallel_size=layout.data_parallel_size)),
-            )
+            ranks = pool.run(layout.world_size, run_layout, settings, text)
         except RankFailed as error:
             if not error.user or len(resolved) == 1:
                 raise ValueError(str(error)) from None
             verdict = Verdict(str(layout), layout.world_size, refused=str(error))
         else:
-            batches = whole_batches(ranks)
-            sizes = _asked(layout, ranks) if check_bytes else None
-            one, theories = pool.run(1, run_one, settings, batches, sizes)[0]
+            read = batches_read([r.coordinates["dp"] for r in ranks], [r.seen.batches for r in ranks])
+            sizes = _asked(layout, ranks, read) if check_bytes else None
+            weights = [[(r.seen.weights[i], r.shards) for r in ranks] for i in range(len(read))]
+            follow = weights if follows(dtype) else None
+            one, theories = pool.run(1, run_one, settings, joined(read), sizes, follow)[0]
             if not repeatable:
-                _require_repeatable(one, pool.run(1, run_one, settings, batches)[0][0])
+                _require_repeatable(one, pool.run(1, run_one, settings, joined(read), None, follow)[0][0])
                 repeatable = True
-            verdict = _judge(layout, ranks, one, theories, TOLERANCE[dtype])
+            verdict = _judge(layout, ranks, one, theories, dtype)
+            if dropout:
+                verdict = _with_dropout(verdict, pool, replace(settings, steps=dropout, dropout=True), layout, text)
         verdicts.append(verdict)
         report(verdict)
     return verdicts
@@ -146,15 +153,29 @@ def _imports(layouts: Sequence[Layout]) -> list[str]:
     return [*(["deepspeed"] if "deepspeed" in engines and find_spec("deepspeed") else []), *models]
 
 
-def _asked(layout: Layout, ranks: list[RankResult]) -> Asked:
-    return Asked(layout, batches_read(ranks), [r.shards for r in ranks], [r.averaged_over for r in ranks])
+def _asked(layout: Layout, ranks: list[RankResult], read: list[list[Any]]) -> Asked:
+    return Asked(layout, read, [r.shards for r in ranks], [r.averaged_over for r in ranks])
+
+
+def _with_dropout(verdict: Verdict, pool: Pool, settings: Settings, layout: Layout, text: str) -> Verdict:
+    """`verdict`, with what was found with dropout on."""
+    ranks, batches = zip(*pool.run(layout.world_size, dropout_at, settings, text), strict=True)
+    read = batches_read([r.coordinates["dp"] for r in ranks], batches)
+    one, whole = pool.run(1, dropout_alone, settings, layout, joined(read), read[0][0])[0]
+    if not whole:
+        return replace(verdict, notes=[*verdict.notes, "the module has no dropout"])
+    found = [
+        Difference(f.what, f.name, 0, "forward, dropout on", f.error, f.ranks, f.cause)
+        for f in judge(ranks, one, whole)
+    ]
+    return replace(verdict, differences=[*verdict.differences, *found])
 
 
 def _judge(
-    layout: Layout, ranks: list[RankResult], one: Observation, theories: list[list[Theory]], tolerance: float
+    layout: Layout, ranks: list[RankResult], one: Observation, theories: list[list[Theory]], dtype: str
 ) -> Verdict:
     sizes = {**layout.axis_sizes(), "ep": layout.expert_parallel_size, "m": layout.num_microbatches or 1}
-    found = Comparison(ranks, one, sizes, tolerance)
+    found = Comparison(ranks, one, sizes, TOLERANCE[dtype], by_step=follows(dtype))
     return Verdict(
         str(layout),
         layout.world_size,

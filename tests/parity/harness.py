@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -16,41 +15,11 @@ from torch.utils.data import DataLoader
 from parallax import ParallaxStrategy
 from parallax.plugins.base import ParamShard
 from parallax.strategies.mesh import coordinates
+from parallax.strategies.verify.given import Given
 from tests.parity import reference
 from tests.parity.models import BATCH, BUILD, STEPS, build, samples, tokens
 
 PRECISION = {torch.float64: "64-true", torch.float32: "32-true"}
-
-
-class GivenEnvironment(ClusterEnvironment):
-    """Ranks as the test helper numbers them; the process group exists already."""
-
-    def __init__(self, rank: int, world: int) -> None:
-        self._rank, self._world = rank, world
-
-    creates_processes_externally = True
-    main_address = "127.0.0.1"
-    main_port = 0
-
-    @staticmethod
-    def detect() -> bool:
-        return False
-
-    def world_size(self) -> int:
-        return self._world
-
-    def set_world_size(self, size: int) -> None: ...
-
-    def global_rank(self) -> int:
-        return self._rank
-
-    def set_global_rank(self, rank: int) -> None: ...
-
-    def local_rank(self) -> int:
-        return self._rank
-
-    def node_rank(self) -> int:
-        return 0
 
 
 class Lit(LightningModule):
@@ -123,7 +92,7 @@ def train_rank(
     `options` go to the strategy; `scale` is the first loss scale of 16-mixed; `recompute` turns on activation
     recomputation as transformers does it; `steps`, `size` and `accumulate` are the reference's.
     """
-    strategy = ParallaxStrategy(layout, cluster_environment=GivenEnvironment(rank, world), **options)
+    strategy = ParallaxStrategy(layout, cluster_environment=Given(rank, world), **options)
     watch = Watch()
     trainer = Trainer(
         strategy=strategy,

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from parallax.conf import plain as conf_plain
 from tests.parity.context_models import CONTEXT
 from tests.parity.moe_models import BALANCED_MOE, MOE
 
@@ -36,7 +37,7 @@ def llama(depth: int = 5) -> nn.Module:
     return LlamaForCausalLM(config)
 
 
-def gpt2(depth: int = 4) -> nn.Module:
+def gpt2(depth: int = 4, dropout: float = 0.0) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
@@ -45,9 +46,9 @@ def gpt2(depth: int = 4) -> nn.Module:
         n_layer=depth,
         n_head=4,
         n_positions=32,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
+        resid_pdrop=dropout,
+        embd_pdrop=dropout,
+        attn_pdrop=dropout,
     )
     return GPT2LMHeadModel(config)
 
@@ -60,39 +61,10 @@ def lora() -> nn.Module:
     return get_peft_model(llama(8), config)
 
 
-class PlainBlock(nn.Module):
-    """Attention and MLP as people write them, no library."""
-
-    def __init__(self, dim: int, heads: int) -> None:
-        super().__init__()
-        self.head_dim = dim // heads
-        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
-        self.q, self.k, self.v = nn.Linear(dim, dim), nn.Linear(dim, dim), nn.Linear(dim, dim)
-        self.out = nn.Linear(dim, dim)
-        self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
-
-    def forward(self, x: Tensor) -> Tensor:
-        b, s, _ = x.shape
-        n = self.norm1(x)
-        q, k, v = (f(n).view(b, s, -1, self.head_dim).transpose(1, 2) for f in (self.q, self.k, self.v))
-        a = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, s, -1)
-        x = x + self.out(a)
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
-
-
 class Plain(nn.Module):
     """A module that says how it may be cut, in the words Hugging Face models use."""
 
-    tp_plan = {
-        "embed": "embedding_rowwise",
-        "layers.*.q": "colwise",
-        "layers.*.k": "colwise",
-        "layers.*.v": "colwise",
-        "layers.*.out": "rowwise",
-        "layers.*.up": "colwise",
-        "layers.*.down": "rowwise",
-        "head": "colwise_gather_output",
-    }
+    tp_plan = conf_plain.Plain.tp_plan
     pp_plan = {
         "embed": (["ids"], ["x"]),
         "layers": (["x"], ["x"]),
@@ -104,7 +76,7 @@ class Plain(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(VOCAB, dim)
         self.position = nn.Parameter(torch.randn(SEQ, dim) * 0.02)
-        self.layers = nn.ModuleList(PlainBlock(dim, heads) for _ in range(depth))
+        self.layers = nn.ModuleList(conf_plain.PlainBlock(dim, heads, 4 * dim, 1e-5) for _ in range(depth))
         self.norm = nn.LayerNorm(dim)
         self.head = nn.Linear(dim, VOCAB, bias=False)
 

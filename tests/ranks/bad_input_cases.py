@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from parallax import ParallaxStrategy
-from tests.parity.harness import GivenEnvironment
+from parallax.strategies.verify.given import Given
 from tests.parity.models import SEQ, VOCAB, Plain, plain_loss
 
 WAIT = timedelta(seconds=20)
@@ -239,7 +239,7 @@ def attempt(rank: int, world: int, case: Case) -> tuple[str, str, float]:
     try:
         module = case.module()
         strategy = ParallaxStrategy(
-            case.layout, cluster_environment=GivenEnvironment(rank, world), timeout=WAIT, **case.strategy
+            case.layout, cluster_environment=Given(rank, world), timeout=WAIT, **case.strategy
         )
         options = {
             "accelerator": "cpu",

@@ -9,13 +9,14 @@ import torch
 from lightning.pytorch import Trainer
 
 from parallax import ParallaxStrategy
-from tests.parity.harness import GivenEnvironment, Lit, loader
+from parallax.strategies.verify.given import Given
+from tests.parity.harness import Lit, loader
 from tests.parity.models import build
 from tests.procs import run_ranks
 
 
 def start(rank: int, world: int, layout: str) -> None:
-    strategy = ParallaxStrategy(layout, cluster_environment=GivenEnvironment(rank, world))
+    strategy = ParallaxStrategy(layout, cluster_environment=Given(rank, world))
     trainer = Trainer(
         strategy=strategy, accelerator="cpu", devices=world, max_steps=1, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, use_distributed_sampler=False,

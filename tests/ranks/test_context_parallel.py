@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from parallax import ParallaxStrategy
-from tests.parity.harness import GivenEnvironment
+from parallax.strategies.verify.given import Given
 from tests.procs import run_ranks
 from tests.ranks.context_cases import CASES, Case, reference
 
@@ -51,7 +51,7 @@ class Grads(Callback):
 
 
 def trainer(rank: int, world: int, layout: str, **options: Any) -> Trainer:
-    strategy = ParallaxStrategy(layout, cluster_environment=GivenEnvironment(rank, world), **options.pop("plans", {}))
+    strategy = ParallaxStrategy(layout, cluster_environment=Given(rank, world), **options.pop("plans", {}))
     options = {"use_distributed_sampler": False, **options}
     return Trainer(
         strategy=strategy, accelerator="cpu", devices=world, max_epochs=1, logger=False, enable_checkpointing=False,

@@ -14,8 +14,9 @@ from torch import Tensor
 from parallax import ExpertBiasBalance, ExpertLoad, ParallaxStrategy
 from parallax.strategies.mesh import coordinates
 from parallax.strategies.verify.exact import KeepDouble
+from parallax.strategies.verify.given import Given
 from tests.parity import reference
-from tests.parity.harness import GivenEnvironment, Lit, loader
+from tests.parity.harness import Lit, loader
 from tests.parity.models import BUILD, SEQ, build, samples
 from tests.procs import run_ranks
 
@@ -40,7 +41,7 @@ def train(rank: int, world: int, picture: str) -> dict[str, Any]:
     out = {}
     for layout in LAYOUTS:
         record, load = Record(), ExpertLoad(every=1, heat_map=picture)
-        strategy = ParallaxStrategy(layout, cluster_environment=GivenEnvironment(rank, world))
+        strategy = ParallaxStrategy(layout, cluster_environment=Given(rank, world))
         trainer = Trainer(
             strategy=strategy, accelerator="cpu", devices=world, precision="64-true", max_epochs=1, logger=False,
             enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,

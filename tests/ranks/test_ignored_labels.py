@@ -12,7 +12,8 @@ from torch.utils.data import DataLoader
 
 from parallax import ParallaxStrategy
 from parallax.strategies.mesh import coordinates
-from tests.parity.harness import GivenEnvironment, Lit
+from parallax.strategies.verify.given import Given
+from tests.parity.harness import Lit
 from tests.parity.models import BATCH, build, plain_loss, samples
 from tests.procs import run_ranks
 
@@ -30,7 +31,7 @@ def batch() -> dict[str, Tensor]:
 
 
 def ignoring_rank(rank: int, world: int, layout: str) -> Any:
-    strategy = ParallaxStrategy(layout, cluster_environment=GivenEnvironment(rank, world))
+    strategy = ParallaxStrategy(layout, cluster_environment=Given(rank, world))
     trainer = Trainer(
         strategy=strategy, accelerator="cpu", devices=world, max_steps=1, precision="64-true", logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,

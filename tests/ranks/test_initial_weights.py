@@ -11,7 +11,8 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from parallax import ParallaxStrategy
-from tests.parity.harness import GivenEnvironment, loader, whole
+from parallax.strategies.verify.given import Given
+from tests.parity.harness import loader, whole
 from tests.parity.models import BUILD
 from tests.procs import run_ranks
 
@@ -45,7 +46,7 @@ def first_weights(rank: int, world: int, names: list[str], folders: dict[str, st
     for name in names:
         for layout in LAYOUTS[world]:
             torch.manual_seed(99 + 0 * rank)
-            strategy = ParallaxStrategy(layout, cluster_environment=GivenEnvironment(rank, world))
+            strategy = ParallaxStrategy(layout, cluster_environment=Given(rank, world))
             trainer = Trainer(
                 strategy=strategy, accelerator="cpu", devices=world, max_steps=1, logger=False,
                 enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,

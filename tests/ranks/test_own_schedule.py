@@ -16,8 +16,9 @@ from parallax.plugins.pipeline.catalog import find_schedule, make_lists
 from parallax.plugins.pipeline.schedule_csv import save_csv
 from parallax.plugins.pipeline.trace import compare, load_trace
 from parallax.plugins.pipeline.trace_callback import PipelineTrace
+from parallax.strategies.verify.given import Given
 from tests.parity import reference
-from tests.parity.harness import GivenEnvironment, Lit, loader
+from tests.parity.harness import Lit, loader
 from tests.procs import run_ranks
 
 
@@ -40,7 +41,7 @@ def own_rank(rank: int, world: int, path: str) -> dict[str, Any]:
     }
     found: dict[str, Any] = {}
     for way, (layout, schedule) in ways.items():
-        strategy = ParallaxStrategy(layout, schedule=schedule, cluster_environment=GivenEnvironment(rank, world))
+        strategy = ParallaxStrategy(layout, schedule=schedule, cluster_environment=Given(rank, world))
         trace = PipelineTrace(Path(path).with_suffix(".json") if way == "file" else None, step=1)
         trainer = Trainer(
             strategy=strategy, accelerator="cpu", devices=world, max_epochs=1, precision="64-true", logger=False,

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, default_collate
 
 from parallax import ParallaxStrategy
 from parallax.strategies.mesh import coordinates
-from tests.parity.harness import GivenEnvironment
+from parallax.strategies.verify.given import Given
 from tests.procs import run_ranks
 
 VOCAB, DIM, STEPS, BATCH, SEQ = 37, 16, 3, 4, 6
@@ -169,7 +169,7 @@ def reference(name: str) -> tuple[list[float], float, dict[str, Tensor]]:
 
 
 def train(rank: int, world: int, name: str, layout: str, plan: Any) -> Any:
-    strategy = ParallaxStrategy(layout, pp_plan=plan, cluster_environment=GivenEnvironment(rank, world))
+    strategy = ParallaxStrategy(layout, pp_plan=plan, cluster_environment=Given(rank, world))
     trainer = Trainer(
         strategy=strategy, accelerator="cpu", devices=world, precision="64-true", max_epochs=1, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,

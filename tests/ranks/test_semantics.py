@@ -12,7 +12,7 @@ from torch import Tensor
 
 from parallax import ParallaxStrategy
 from parallax.strategies.layout import Layout
-from tests.parity.harness import GivenEnvironment
+from parallax.strategies.verify.given import Given
 from tests.procs import run_ranks
 from tests.ranks.semantics_cases import AVERAGING, BATCH, SCENARIOS
 
@@ -37,7 +37,7 @@ def layout_rank(rank: int, world: int, folder: str, layout: str) -> Any:
     strategies: list[ParallaxStrategy] = []
 
     def make(**options: Any) -> Trainer:
-        strategies.append(ParallaxStrategy(layout, cluster_environment=GivenEnvironment(rank, world)))
+        strategies.append(ParallaxStrategy(layout, cluster_environment=Given(rank, world)))
         return Trainer(strategy=strategies[-1], devices=world, **{**COMMON, **options})
 
     dp = Layout.parse(layout).data_parallel_size or 1

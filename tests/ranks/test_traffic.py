@@ -12,7 +12,8 @@ from lightning.pytorch import Callback, Trainer
 from parallax import ParallaxStrategy
 from parallax.strategies.comm import Traffic, wire_bytes
 from parallax.strategies.mesh import coordinates
-from tests.parity.harness import GivenEnvironment, Lit, loader
+from parallax.strategies.verify.given import Given
+from tests.parity.harness import Lit, loader
 from tests.parity.models import BATCH, SEQ
 from tests.procs import run_ranks
 
@@ -27,7 +28,7 @@ class Count(Callback):
 
 
 def traffic_rank(rank: int, world: int, layout: str) -> Any:
-    strategy = ParallaxStrategy(layout, cluster_environment=GivenEnvironment(rank, world))
+    strategy = ParallaxStrategy(layout, cluster_environment=Given(rank, world))
     trainer = Trainer(
         strategy=strategy, accelerator="cpu", devices=world, max_steps=2, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False, callbacks=[Count()],

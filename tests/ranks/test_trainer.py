@@ -21,7 +21,7 @@ from torchmetrics import MeanMetric, SumMetric
 
 from parallax import ParallaxStrategy
 from parallax.strategies.mesh import coordinates
-from tests.parity.harness import GivenEnvironment
+from parallax.strategies.verify.given import Given
 from tests.parity.models import VOCAB, Plain, build
 from tests.procs import run_ranks
 
@@ -79,7 +79,7 @@ class Lit(LightningModule):
 
 
 def trainer(rank: int, world: int, layout: str, **options: Any) -> Trainer:
-    strategy = ParallaxStrategy(layout, cluster_environment=GivenEnvironment(rank, world))
+    strategy = ParallaxStrategy(layout, cluster_environment=Given(rank, world))
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "max_epochs": 1}
     return Trainer(
         strategy=strategy, accelerator="cpu", devices=world, precision="64-true", enable_model_summary=False,

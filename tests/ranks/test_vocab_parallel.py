@@ -20,7 +20,7 @@ from parallax.plugins.tensor import TensorParallel
 from parallax.plugins.tensor.logits import VocabParallelLogits
 from parallax.strategies.layout import Layout
 from parallax.strategies.mesh import Mesh
-from tests.parity.harness import GivenEnvironment
+from parallax.strategies.verify.given import Given
 from tests.procs import RankError, run_ranks
 from tests.tensor_models import VOCAB, build, token_ids
 
@@ -311,7 +311,7 @@ class Lit(LightningModule):
 
 
 def _leaves_the_step(rank: int, world: int, zero: int) -> None:
-    strategy = ParallaxStrategy(f"tp2 zero{zero}", cluster_environment=GivenEnvironment(rank, world))
+    strategy = ParallaxStrategy(f"tp2 zero{zero}", cluster_environment=Given(rank, world))
     trainer = Trainer(
         strategy=strategy, accelerator="cpu", devices=world, precision="64-true", max_epochs=1, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,

@@ -65,6 +65,15 @@ def sampler_rank_wrong() -> None:
     ProcessStrategy.distributed_sampler_kwargs = wrong  # type: ignore[method-assign, assignment]
 
 
+def sampler_of_too_many() -> None:
+    """As if the ranks of all axes read samples of their own."""
+    from parallax.strategies.processes import ProcessStrategy
+
+    right: Any = ProcessStrategy.distributed_sampler_kwargs
+    wrong = property(lambda self: {**right.fget(self), "num_replicas": 2 * right.fget(self)["num_replicas"]})
+    ProcessStrategy.distributed_sampler_kwargs = wrong  # type: ignore[method-assign, assignment]
+
+
 def _silent(axis: str, kind: str = "all_reduce", phase: str | None = None, least: int = 0) -> None:
     """Calls of `kind` on `axis` (in `phase`, of at least so many bytes) do nothing."""
     from parallax.strategies.comm import AxisComm, nbytes
@@ -211,6 +220,7 @@ FAULTS: dict[str, Fault] = {
         partial_gradients_not_summed, "Lit", "tp2 sp1", ("gradient",), ("replicas disagree",)
     ),
     "sampler rank wrong": Fault(sampler_rank_wrong, "Lit", "dp2", ("sample",), ("sampler",)),
+    "samples lost": Fault(sampler_of_too_many, "Lit", "dp2", ("sample",), ("32 of 64 samples are read by no",)),
     "norm without other stages": Fault(norm_without_other_ranks, "Lit", "pp2", ("norm",), ("left out of the norm",)),
     "norm of one tp rank": Fault(norm_without_other_ranks, "Lit", "tp2", ("norm",), ("norm",)),
     "gradients not reduced": Fault(gradients_not_reduced, "Lit", "dp2", ("gradient",), ("replicas disagree",)),

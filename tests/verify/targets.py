@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from tests.parity.models import BUILD, SEQ, VOCAB
+from tests.parity.models import BUILD, SEQ, VOCAB, gpt2
 
 
 class Rows(Dataset[Any]):
@@ -80,3 +80,13 @@ def needs_an_argument(size: int) -> LightningModule:
 
 class Mixtral(Lit):
     name = "mixtral"
+
+
+class Dropping(Lit):
+    """A GPT-2 with dropout everywhere."""
+
+    name = "gpt2"
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "model"):
+            self.model = gpt2(dropout=0.2)

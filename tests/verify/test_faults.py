@@ -1,4 +1,4 @@
-"""The verifier itself is tested: nineteen known faults are planted, and each must be caught and named."""
+"""The verifier itself is tested: twenty known faults are planted, and each must be caught and named."""
 
 from __future__ import annotations
 

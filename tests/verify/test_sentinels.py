@@ -11,7 +11,8 @@ from lightning.pytorch.loggers import CSVLogger
 
 from parallax import ParallaxStrategy, ReplicaDrift, ReplicaSentinel, TrafficLogger
 from parallax.strategies.mesh import coordinates
-from tests.parity.harness import GivenEnvironment, Lit, loader
+from parallax.strategies.verify.given import Given
+from tests.parity.harness import Lit, loader
 from tests.procs import run_ranks
 
 
@@ -28,7 +29,7 @@ class Corrupt(Callback):
 
 
 def watched(rank: int, world: int, layout: str, name: str | None) -> Any:
-    strategy = ParallaxStrategy(layout, cluster_environment=GivenEnvironment(rank, world))
+    strategy = ParallaxStrategy(layout, cluster_environment=Given(rank, world))
     callbacks: list[Callback] = [ReplicaSentinel(every=1)]
     if name is not None:
         callbacks.insert(0, Corrupt(name, world - 1))
@@ -65,7 +66,7 @@ def test_drift_is_named_with_ranks_and_steps() -> None:
 
 
 def logged(rank: int, world: int, folder: str) -> Any:
-    strategy = ParallaxStrategy("dp2", cluster_environment=GivenEnvironment(rank, world))
+    strategy = ParallaxStrategy("dp2", cluster_environment=Given(rank, world))
     logger = CSVLogger(folder)
     trainer = Trainer(
         strategy=strategy, accelerator="cpu", devices=world, max_steps=2, logger=logger, enable_checkpointing=False,
