@@ -30,7 +30,7 @@ from torch import nn
 from parallax.plugins.tensor.heads import rotary_width
 from parallax.plugins.tensor.plans import vocabularies, vocabulary_heads
 from parallax.plugins.tensor.sequence_plan import Trunk
-from parallax.plugins.tensor.styles import Kind
+from parallax.plugins.tensor.styles import CUTTING, Kind
 from parallax.plugins.tensor.target import Target
 from parallax.strategies.comm import Traffic
 from parallax.strategies.theory import Call, Case, Expected, Seen
@@ -78,7 +78,7 @@ def add_traffic(case: Case, out: Expected, targets: Mapping[str, Target], trunk:
     Args:
         chunks: messages in which a row layer's output is sent.
     """
-    if case.layout.recompute == "full":
+    if case.layout.recompute in ("full", "stage"):
         raise NotImplementedError("tensor parallelism states no formula of what recomputed layers send again")
     sums = _Sums(case, out, trunk, chunks)
     unique = {(id(t.module), t.part): t for t in targets.values() if case.here(t.fqn) and not t.part}
@@ -114,6 +114,16 @@ def _add_call(sums: _Sums, target: Target, call: Call, *, is_head: bool) -> None
             sums.in_pieces("reduce_scatter", "forward", sums.rows(result), each, halved)
             if hidden.grad:
                 sums.in_pieces("all_gather", "backward", sums.rows(result), each, halved)
+    if kind is Kind.WIDE_NORM:
+        squares = prod(result.shape[:-1]) * max(result.element, 4)
+        sums.each("all_reduce", "forward", squares)
+        sums.each("all_reduce", "backward", squares, sums.case.microbatches * result.grad)
+    if kind is Kind.COLUMN and target.style.heads and target.copies > 1:
+        key_and_value = 2 * result.shape[-1] * target.style.heads // sum(target.style.blocks)
+        each = prod(result.shape[:-1]) * key_and_value * result.element * target.copies // sums.case.mesh.size("tp")
+        group = _sharers(sums.case, target.copies)
+        sums.out.add(group, "all_gather", "forward", each, sums.case.microbatches)
+        sums.out.add(group, "reduce_scatter", "backward", each, sums.case.microbatches * result.grad)
     if kind is Kind.MLA_KEYS and result.grad:
         rotary = rotary_width(sums.case.model, target.fqn)
         sums.each("all_reduce", "backward", result.bytes // result.shape[-1] * rotary)
@@ -227,17 +237,19 @@ def _add_gradient_sums(sums: _Sums, targets: Iterable[Target]) -> None:
     names: dict[int, list[str]] = {}
     for fqn, param in trained.items():
         names.setdefault(id(param), []).append(fqn)
-    size, summed = case.mesh.size("tp"), dict[str, set[str]]()
+    summed = dict[str, set[str]]()
 
     def note(group: str, fqns: Iterable[str]) -> None:
         summed.setdefault(group, set()).update(fqns)
 
     for target in targets:
-        own = [fqn for p in target.module.parameters() for fqn in names.get(id(p), ())]
-        if target.style.kind in (Kind.SUM_GRAD, Kind.ENTERING):
+        module, part = target.module, target.part
+        held = module.parameters() if not part else filter(None, [module._parameters.get(part)])
+        own = [fqn for p in held for fqn in names.get(id(p), ())]
+        if target.style.kind in (Kind.SUM_GRAD, Kind.PER_HEAD, Kind.ENTERING):
             note("tp", own)
-        if target.copies > 1 and target.style.kind is Kind.COLUMN:
-            note("tp" if target.copies == size else f"tp_run{target.copies}", own)
+        if target.copies > 1 and target.style.kind in CUTTING and not target.style.heads:
+            note(_sharers(case, target.copies), own)
     if trunk is not None:
         note("tp", (f for f in trained if trunk.is_sharded(f) and _is_whole(case, f)))
     for group, fqns in summed.items():
@@ -247,6 +259,11 @@ def _add_gradient_sums(sums: _Sums, targets: Iterable[Target]) -> None:
             by_element[element] = by_element.get(element, 0) + case.elements(fqn) * element
         for nbytes in by_element.values():
             sums.out.add(group, "all_reduce", "step", nbytes)
+
+
+def _sharers(case: Case, copies: int) -> str:
+    """The group of ranks that share a head."""
+    return "tp" if copies == case.mesh.size("tp") else f"tp_run{copies}"
 
 
 def _is_whole(case: Case, fqn: str) -> bool:
