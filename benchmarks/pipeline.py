@@ -87,7 +87,7 @@ def main() -> int:
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--threads", type=int, default=1, help="threads of a process")
     parser.add_argument("--limit", type=float, default=300, help="seconds one side may take")
-    parser.add_argument("--unit", type=float, default=0.02, help="seconds a sleeping action takes")
+    parser.add_argument("--unit", type=float, default=0.1, help="seconds a sleeping action takes")
     for size, default in (SIZES | {"layers": 8, "microbatches": 8}).items():
         parser.add_argument(f"--{size}", type=int, default=default)
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/<date>-pipeline.json")
