@@ -49,6 +49,8 @@ class ParallaxStrategy(StepStrategy):
         ep_plan: expert-parallel plan, likewise.
         expert_balance: "microbatch" or "global": the tokens over which the auxiliary loss of a mixture of experts is
             computed, those of a data rank's micro-batch (as DDP does) or those of all data ranks.
+        expert_chunks: parts of a micro-batch's tokens that are sent to experts one after the other, each while the one
+            before is computed; all at once when None.
         expert_capacity_factor: choices an expert takes of one rank's micro-batch, over the mean; those beyond are
             dropped. None drops nothing.
         cp_plan: entries of a batch that have tokens, and at which dim; None reads the model's, else the batch's shapes.
@@ -83,6 +85,7 @@ class ParallaxStrategy(StepStrategy):
         ep_plan: Mapping[str, str] | None = None,
         expert_balance: str | None = None,
         expert_capacity_factor: float | None = None,
+        expert_chunks: int | None = None,
         cp_plan: Mapping[str, int] | None = None,
         pp_partition: Asked | None = None,
         schedule: str | Schedule | None = None,
@@ -117,7 +120,12 @@ class ParallaxStrategy(StepStrategy):
         self._options: dict[str, dict[str, Any]] = {
             "tp": {"plan": tp_plan, "chunks": tp_chunks},
             "pp": {"plan": pp_plan, "schedule": schedule if callable(schedule) else None, "partition": pp_partition},
-            "ep": {"plan": ep_plan, "balance": expert_balance, "capacity_factor": expert_capacity_factor},
+            "ep": {
+                "plan": ep_plan,
+                "balance": expert_balance,
+                "capacity_factor": expert_capacity_factor,
+                "chunks": expert_chunks,
+            },
             "cp": {"plan": cp_plan},
         }
         self._recording: Recording | None = None

@@ -6,7 +6,7 @@ the copy of each token to its experts' rows, and the weighted sum that undoes it
 
 |  | forward | backward |
 |---|---|---|
-| `exchange` | all-to-all | all-to-all with the splits swapped |
+| `send`, `receive` | all-to-all, begun and waited for | the same with the splits swapped, `receive` begins it |
 | `spread` | row of its token for every (token, choice) pair | sum over a token's choices |
 | `weighted_sum` | sum over a token's choices, each times its weight | the mirror image, and the weights' gradient |
 """
@@ -20,25 +20,62 @@ from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
 from parallax.plugins.expert.routing import Order, Splits
-from parallax.strategies.comm import AxisComm
+from parallax.strategies.comm import AxisComm, Work
 
 
-class _Exchange(Function):
+class Transit:
+    """Rows on their way between ranks: forward there, backward their gradients back.
+
+    Autograd runs what was made last first. So what is computed between `send` and `receive` runs in backward between
+    the beginning of the gradients' exchange and the wait for it.
+
+    Args:
+        splits: rows this rank sends and receives in forward.
+        comm: the ranks.
+    """
+
+    def __init__(self, splits: Splits, comm: AxisComm) -> None:
+        self.splits, self.comm = splits, comm
+        self._under_way: tuple[Tensor, Tensor, Work | None] | None = None
+
+    def begin(self, rows: Tensor, splits: Splits) -> Tensor:
+        """Where the rows will be after `end`."""
+        rows, out = rows.contiguous(), rows.new_empty(sum(splits.received), *rows.shape[1:])
+        work = self.comm.all_to_all_into(out, rows, splits.received, splits.sent, async_op=True)
+        self._under_way = rows, out, work
+        return out
+
+    def end(self) -> Tensor:
+        assert self._under_way is not None
+        (_, out, work), self._under_way = self._under_way, None
+        if work is not None:
+            work.wait()
+        return out
+
+
+class _Send(Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, splits: Splits, comm: AxisComm) -> Tensor:
-        ctx.splits, ctx.comm = splits, comm
-        return _all_to_all(rows, splits, comm)
+    def forward(ctx: Any, rows: Tensor, transit: Transit) -> Tensor:
+        ctx.transit = transit
+        return transit.begin(rows, transit.splits)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _all_to_all(grad, ctx.splits.swapped(), ctx.comm), None, None
+    def backward(ctx: Any, placeholder: Tensor) -> tuple[Tensor, None]:
+        return ctx.transit.end(), None
 
 
-def _all_to_all(rows: Tensor, splits: Splits, comm: AxisComm) -> Tensor:
-    out = rows.new_empty(sum(splits.received), *rows.shape[1:])
-    comm.all_to_all_into(out, rows.contiguous(), splits.received, splits.sent)
-    return out
+class _Receive(Function):
+    @staticmethod
+    def forward(ctx: Any, moving: Tensor, transit: Transit) -> Tensor:
+        ctx.transit = transit
+        return transit.end().detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.transit.begin(grad, ctx.transit.splits.swapped())
+        return grad, None  # in the place of the gradient that is on its way, which has another shape
 
 
 class _Spread(Function):
@@ -72,9 +109,14 @@ class _WeightedSum(Function):
         return of_rows.to(rows.dtype), of_weights.view_as(weights), None
 
 
-def exchange(rows: Tensor, splits: Splits, comm: AxisComm) -> Tensor:
-    """Rows [sent, h] grouped by the rank they go to -> rows [received, h] grouped by the rank they come from."""
-    return cast(Tensor, _Exchange.apply(rows, splits, comm))
+def send(rows: Tensor, transit: Transit) -> Tensor:
+    """Rows [sent, h] grouped by the rank they go to; what is returned is only for `receive`."""
+    return cast(Tensor, _Send.apply(rows, transit))
+
+
+def receive(moving: Tensor, transit: Transit) -> Tensor:
+    """Rows [received, h] grouped by the rank they come from."""
+    return cast(Tensor, _Receive.apply(moving, transit))
 
 
 def spread(hidden: Tensor, order: Order) -> Tensor:

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parallax.plugins.expert.functions import exchange, spread, weighted_sum
+from parallax.plugins.expert.beside import Beside
+from parallax.plugins.expert.functions import Transit, receive, send, spread, weighted_sum
 from parallax.plugins.expert.routing import route, within_capacity
 from parallax.plugins.tensor.functions import copy_to_region, reduce_from_region
 from parallax.plugins.tensor.sequence_functions import Tokens, cut, gather, local_part
@@ -29,6 +30,8 @@ class Experts(nn.Module):
         shares: the ranks that are called with the same tokens and dispatch a share of them each; None when alone.
         all_experts: experts of the layer over all ranks; the module's own `num_experts` counts those here.
         capacity_factor: choices an expert takes of a rank, over the mean; None takes all.
+        chunks: parts of the tokens that are dispatched one after the other, each while the one before is computed.
+        beside: the block's shared expert, computed during the first dispatch; None when there is none to compute then.
     """
 
     ep: AxisComm
@@ -36,6 +39,8 @@ class Experts(nn.Module):
     shares: AxisComm | None
     all_experts: int
     capacity_factor: float | None
+    chunks: int
+    beside: Beside | None
     is_experts_share = True  # its parameters are no other plugin's
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -47,32 +52,51 @@ class Experts(nn.Module):
             choices = within_capacity(choices, weights, self.all_experts, self.capacity_factor)
             weights = weights.masked_fill(choices >= self.all_experts, 0)
         if self.shares is None:
-            return self._computed(hidden, choices, weights).view(shape)
+            return self._computed(hidden, choices, weights, hidden).view(shape)
         tokens = Tokens((len(hidden),), self.shares.size)
         nobody = self.all_experts  # what padding chooses
         part = local_part(choices - nobody, tokens, self.shares.index) + nobody
-        out = self._computed(cut(hidden, tokens, self.shares), part, cut(weights, tokens, self.shares))
+        out = self._computed(cut(hidden, tokens, self.shares), part, cut(weights, tokens, self.shares), hidden)
         return gather(out, tokens, self.shares).view(shape)
 
-    def _computed(self, hidden: Tensor, choices: Tensor, weights: Tensor) -> Tensor:
+    def _computed(self, hidden: Tensor, choices: Tensor, weights: Tensor, given: Tensor) -> Tensor:
+        """The experts' output for this rank's tokens; `given` are all that the block has."""
         if self.etp is not None:  # each rank computes a part of every expert: sum at the exit, gradients at the entry
             hidden, weights = copy_to_region(hidden, self.etp), copy_to_region(weights, self.etp)
-        if self.ep.size == 1 and self.shares is None:
+        if self.ep.size == 1 and self.shares is None and self.capacity_factor is None:
             out: Tensor = super().forward(hidden, choices, weights)
         else:
-            out = self._dispatched(hidden, choices, weights)
+            out = self._dispatched(hidden, choices, weights, given)
         return out if self.etp is None else reduce_from_region(out, self.etp)
 
-    def _dispatched(self, hidden: Tensor, choices: Tensor, weights: Tensor) -> Tensor:
+    def _dispatched(self, hidden: Tensor, choices: Tensor, weights: Tensor, given: Tensor) -> Tensor:
         """Weights are applied where the tokens are: they need not travel, nor does their gradient."""
-        plan = route(choices, self.all_experts, self.ep)
-        rows = exchange(spread(hidden, plan.order), plan.splits, self.ep)
+        tokens = hidden.tensor_split(self.chunks) if self.chunks > 1 else (hidden,)
+        routes = route(choices.tensor_split(self.chunks), self.all_experts, self.ep)
+        there = [Transit(plan.splits, self.ep) for plan in routes]
+        back = [Transit(plan.splits.swapped(), self.ep) for plan in routes]
+        going = [send(spread(tokens[0], routes[0].order), there[0])]
+        if self.beside is not None:
+            self.beside.start(given)
+        coming = []
+        for i, plan in enumerate(routes):
+            if i + 1 < len(routes):
+                going.append(send(spread(tokens[i + 1], routes[i + 1].order), there[i + 1]))
+            rows = receive(going[i], there[i])
+            coming.append(send(self._expert_outputs(rows, plan.experts), back[i]))
+        outputs = [
+            weighted_sum(receive(coming[i], back[i]), part, routes[i].order).to(hidden.dtype)
+            for i, part in enumerate(weights.tensor_split(self.chunks) if self.chunks > 1 else (weights,))
+        ]
+        return torch.cat(outputs) if self.chunks > 1 else outputs[0]
+
+    def _expert_outputs(self, rows: Tensor, experts: Tensor) -> Tensor:
+        """Rows [n, h] through the local expert of each, by the model's own forward."""
         if len(rows):
-            out = super().forward(rows, plan.experts.unsqueeze(1), rows.new_ones(len(rows), 1))
-        else:  # nothing to compute, but the backward's exchange must run here too, and the weights get zero gradients
-            out = rows + sum(p.flatten()[:1].sum() for p in self.parameters()) * 0
-        back = exchange(out, plan.splits.swapped(), self.ep)
-        return weighted_sum(back, weights, plan.order).to(hidden.dtype)
+            out: Tensor = super().forward(rows, experts.unsqueeze(1), rows.new_ones(len(rows), 1))
+            return out
+        # Nothing to compute, but the backward's exchange must run here too, and the weights get zero gradients.
+        return rows + sum(p.flatten()[:1].sum() for p in self.parameters()) * 0
 
 
 @cache
@@ -87,10 +111,12 @@ def become_experts(
     all_experts: int,
     capacity_factor: float | None = None,
     shares: AxisComm | None = None,
+    chunks: int = 1,
+    beside: Beside | None = None,
 ) -> None:
     """Turn an experts module whose parameters are already local into this rank's share of it."""
     base: type = type(module)
     module.__class__ = _class(base)
     module.ep, module.etp, module.shares, module.all_experts = ep, etp, shares, all_experts
-    module.capacity_factor = capacity_factor
+    module.capacity_factor, module.chunks, module.beside = capacity_factor, chunks, beside
     module.num_experts = all_experts // ep.size

@@ -19,6 +19,7 @@ from torch import nn
 
 from parallax.plugins.base import ParallelPlugin, ParamShard
 from parallax.plugins.expert.balance import attach
+from parallax.plugins.expert.beside import Beside, find_beside
 from parallax.plugins.expert.layers import become_experts
 from parallax.plugins.expert.plans import HOW_TO, ExpertsTarget, find_experts, old_style
 from parallax.plugins.expert.traffic import add_traffic
@@ -40,6 +41,8 @@ class ExpertParallel(ParallelPlugin):
             micro-batch on one data rank, or "global", those of one micro-batch on all of them.
         capacity_factor: choices an expert takes of one rank's micro-batch, over the mean; those beyond, the lowest
             weights first, go to no expert. None takes all: nothing is dropped.
+        chunks: parts of a micro-batch's tokens that are dispatched one after the other, each while the one before is
+            computed. 1 dispatches them all at once.
     """
 
     name = "expert"
@@ -51,12 +54,15 @@ class ExpertParallel(ParallelPlugin):
         plan: Mapping[str, str] | None = None,
         balance: str = "microbatch",
         capacity_factor: float | None = None,
+        chunks: int = 1,
     ) -> None:
         if balance not in BALANCED_OVER:
             raise ValueError(f"expert_balance must be one of {', '.join(BALANCED_OVER)}; got {balance!r}")
         if capacity_factor is not None and not capacity_factor > 0:
             raise ValueError(f"expert_capacity_factor must be above 0, or None to drop nothing; got {capacity_factor}")
-        self._capacity_factor = capacity_factor
+        if type(chunks) is not int or chunks < 1:
+            raise ValueError(f"expert_chunks must be a whole number, at least 1; got {chunks!r}")
+        self._capacity_factor, self._chunks = capacity_factor, chunks
         self._plan, self._balanced_over = dict(plan or {}), BALANCED_OVER[balance]
         self._balanced: AxisComm | None = None
         self._detach: Callable[[], None] | None = None
@@ -74,6 +80,10 @@ class ExpertParallel(ParallelPlugin):
         targets = self._targets(model, layout)
         if self._capacity_factor is not None and not targets:
             raise ValueError(f"expert_capacity_factor is set, but the model has no plan for its experts; {HOW_TO}")
+        if self._chunks > 1 and ep == 1:
+            raise ValueError(
+                f"expert_chunks={self._chunks}, but expert_parallel_size is 1, so that no token travels; leave it out"
+            )
         if ep > 1 and not any(t.grouped for t in targets):
             old = next(old_style(model), None)
             why = f"; {old!r} is a list of modules: keep the experts' weights in one tensor each" if old else ""
@@ -106,7 +116,16 @@ class ExpertParallel(ParallelPlugin):
             if cut_inside or ep.size * shares.size > 1 or self._capacity_factor is not None:
                 cut = etp if cut_inside else None
                 sharing = shares if shares.size > 1 else None
-                become_experts(target.module, ep, cut, target.num_experts, self._capacity_factor, sharing)
+                become_experts(
+                    target.module,
+                    ep,
+                    cut,
+                    target.num_experts,
+                    self._capacity_factor,
+                    shares=sharing,
+                    chunks=self._chunks,
+                    beside=_beside(model, target) if ep.size > 1 else None,
+                )
         self._report = _describe(targets, ep, etp, shares)
         self._balanced = mesh[self._balanced_over]
 
@@ -138,6 +157,11 @@ class ExpertParallel(ParallelPlugin):
 
     def describe(self) -> dict[str, str]:
         return dict(self._report)
+
+
+def _beside(model: nn.Module, target: ExpertsTarget) -> Beside | None:
+    owner, _, name = target.fqn.rpartition(".")
+    return find_beside(model.get_submodule(owner), name)
 
 
 def _require_grouped(target: ExpertsTarget, etp: int) -> None:

@@ -6,6 +6,7 @@ need. It is not: the movement of activations (`functions.py`) or the router, whi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 
@@ -85,20 +86,24 @@ def within_capacity(choices: Tensor, weights: Tensor, num_experts: int, factor: 
     return kept.view_as(choices)
 
 
-def route(choices: Tensor, num_experts: int, comm: AxisComm) -> Route:
-    """Plan the dispatch of `choices` [tokens, k], expert indices below `num_experts`, over `comm`. Collective.
+def route(parts: Sequence[Tensor], num_experts: int, comm: AxisComm) -> list[Route]:
+    """Plan a dispatch over `comm` for each of `parts`, choices [tokens, k] below `num_experts`. Collective.
 
     Rank i of the axis holds experts [i E / n, (i + 1) E / n). An index of `num_experts` or more means no expert.
-    The counts travel as one message of E numbers; reading the split sizes is the only wait for the device.
+    The counts travel as one message of E numbers for each part; reading the split sizes is the only wait for the
+    device. Every rank has as many parts; any of them may be empty.
     """
-    flat = choices.reshape(-1)
-    counts = torch.bincount(flat, minlength=num_experts)[:num_experts]
-    sent = counts.view(comm.size, -1)
+    flat = [choices.reshape(-1) for choices in parts]
+    counts = torch.stack([torch.bincount(each, minlength=num_experts)[:num_experts] for each in flat], dim=1)
+    sent = counts.view(comm.size, -1, len(parts))
     received = torch.empty_like(sent)
     comm.all_to_all_into(received, sent)
-    sizes = torch.stack([sent.sum(1), received.sum(1)]).tolist()
-    splits = Splits(*sizes)
-    pairs = torch.argsort(flat, stable=True)[: sum(splits.sent)]
-    local = torch.arange(sent.shape[1], device=flat.device).repeat(comm.size)
-    experts = torch.repeat_interleave(local, received.flatten(), output_size=sum(splits.received))
-    return Route(Order(pairs, choices.shape[0], choices.shape[1]), splits, experts, received.sum(0))
+    sizes = torch.stack([sent.sum(1), received.sum(1)]).permute(2, 0, 1).tolist()  # [parts, there and back, ranks]
+    local = torch.arange(sent.shape[1], device=sent.device).repeat(comm.size)
+    routes = []
+    for at, (choices, each) in enumerate(zip(parts, flat, strict=True)):
+        splits, mine = Splits(*sizes[at]), received[..., at]
+        pairs = torch.argsort(each, stable=True)[: sum(splits.sent)]
+        experts = torch.repeat_interleave(local, mine.flatten(), output_size=sum(splits.received))
+        routes.append(Route(Order(pairs, choices.shape[0], choices.shape[1]), splits, experts, mine.sum(0)))
+    return routes

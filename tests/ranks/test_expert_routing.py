@@ -31,6 +31,7 @@ class Case(NamedTuple):
     choices: list[Tensor]
     weights: list[Tensor]
     factor: float | None = None
+    chunks: int = 1
 
     def kept(self, rank: int) -> Tensor:
         """Choices of a rank that are within capacity, counted one by one; the others name no expert."""
@@ -79,6 +80,8 @@ def all_cases() -> Iterator[tuple[str, Case]]:
     yield "all masked", some(gen, [3, 3, 3, 3], always(EXPERTS, EXPERTS + 1))
 
 
+    for name, tokens, chunks in [("even", [6, 6, 6, 6], 2), ("ragged", [7, 0, 4, 2], 3), ("few", [1, 1, 0, 1], 2)]:
+        yield f"{chunks} chunks, {name}", some(gen, tokens, masked)._replace(chunks=chunks)
     for factor in (0.5, 1.0, 2.0):
         yield f"capacity {factor}", some(gen, [9, 7, 0, 1], anything)._replace(factor=factor)
     yield "capacity of equals", some(gen, [6, 6, 6, 6], always(0, 7))._replace(factor=1.0)
@@ -108,7 +111,7 @@ def parallel(rank: int, world: int) -> dict[str, Any]:
         experts: Any = whole_experts()
         for param in experts.parameters():
             param.data = param.data[rank * HERE : (rank + 1) * HERE].clone()
-        become_experts(experts, comm, None, EXPERTS, case.factor)
+        become_experts(experts, comm, None, EXPERTS, case.factor, chunks=case.chunks)
         outcome = run(experts, case.hidden[rank], case.choices[rank], case.weights[rank], ledger)
         with torch.no_grad():
             evaluated = experts(case.hidden[rank], case.choices[rank], case.weights[rank])
@@ -140,15 +143,15 @@ def test_equals_a_loop_over_all_experts(name: str, ranks: Any) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_bytes_are_those_of_the_rows_that_travel(name: str, ranks: Any) -> None:
-    """Each way one exchange of the chosen rows there and one back; forward E counts, as one message."""
+    """Each way one exchange of each chunk's chosen rows there and one back; forward E counts a chunk, one message."""
     case = CASES[name]
     kept = [case.kept(rank) for rank in range(RANKS)]
     sent = [int((choices < EXPERTS).sum()) for choices in kept]
     for rank in range(RANKS):
         here = [int(((c >= rank * HERE) & (c < (rank + 1) * HERE)).sum()) for c in kept]
         rows = (sent[rank] + sum(here)) * HIDDEN * FP64
-        counts = ranks[rank][name][3]
-        assert counts["ep", "all_to_all", "forward"] == Traffic(3, rows + EXPERTS * INT64)
-        assert counts["ep", "all_to_all", "backward"] == Traffic(2, rows)
+        counts, numbers = ranks[rank][name][3], case.chunks * EXPERTS * INT64
+        assert counts["ep", "all_to_all", "forward"] == Traffic(1 + 2 * case.chunks, rows + numbers)
+        assert counts["ep", "all_to_all", "backward"] == Traffic(2 * case.chunks, rows)
     total = sum(t.bytes for r in ranks for (_, _, phase), t in r[name][3].items() if phase in ("forward", "backward"))
-    assert total == 4 * sum(sent) * HIDDEN * FP64 + RANKS * EXPERTS * INT64
+    assert total == 4 * sum(sent) * HIDDEN * FP64 + RANKS * case.chunks * EXPERTS * INT64

@@ -1,0 +1,73 @@
+"""A block's shared expert, computed while the tokens of its routed experts are on their way.
+
+It is: the early call of a module that the block's own code calls later with the same tokens, and the hand-over of what
+it returned. It is not: a change of the block: where its code calls the shared expert first, or with other tokens,
+nothing is done early.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from typing import Any
+
+from torch import Tensor, nn
+
+from parallax.plugins.tensor.swap import swap
+
+_SHARED = re.compile(r"shared_(experts?|mlp)")
+
+
+class Beside:
+    """The shared expert of one block.
+
+    Attributes:
+        module: itself.
+        ready: the tokens it was called early with, and what it returned; None when there is nothing to hand over.
+        on: whether it is called early; off for good once an early result was not asked for.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.ready: tuple[Tensor, Tensor] | None = None
+        self.on = True
+        cls: Any = type(module)
+
+        def call(shared: Any, *args: Any, **kwargs: Any) -> Any:
+            found = shared.beside._take(args[0]) if len(args) == 1 and not kwargs else None
+            return cls.__call__(shared, *args, **kwargs) if found is None else found
+
+        swap(module, __call__=call)
+        module.__dict__["beside"] = self  # where a copy of the model finds its own
+        self._compute = cls.__call__
+
+    def start(self, hidden: Tensor) -> None:
+        """Call it with `hidden` [tokens, h] now."""
+        self.on = self.on and self.ready is None
+        self.ready = (hidden, self._compute(self.module, hidden)) if self.on else None
+
+    def _take(self, hidden: Any) -> Tensor | None:
+        """What it has returned for the same tokens, in the shape of `hidden`."""
+        if self.ready is None or not isinstance(hidden, Tensor):
+            return None
+        (tokens, out), self.ready = self.ready, None
+        same = hidden.data_ptr() == tokens.data_ptr() and hidden.numel() == tokens.numel()
+        if not same or hidden.shape[-1] != tokens.shape[-1] or hidden._version != tokens._version:
+            self.on = False
+            return None
+        return out.view(*hidden.shape[:-1], out.shape[-1])
+
+
+def find_beside(block: nn.Module, experts: str) -> Beside | None:
+    """The shared expert that the code of `block` calls after its module named `experts`, if there is one.
+
+    Which comes first is read off the names in the compiled forward, which stand in the order of their first use.
+    """
+    code = getattr(inspect.unwrap(type(block).forward), "__code__", None)
+    names = list(code.co_names) if code is not None else []
+    if experts not in names:
+        return None
+    for name, child in block.named_children():
+        if _SHARED.fullmatch(name) and name in names and names.index(name) > names.index(experts):
+            return Beside(child)
+    return None
