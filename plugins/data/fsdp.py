@@ -29,6 +29,7 @@ from parallax.plugins.data.state import cloned, load_tensors, trained_names
 from parallax.strategies.layout import Layout
 from parallax.strategies.mesh import Mesh
 from parallax.strategies.precision import LossScale
+from parallax.strategies.theory import Case, Expected
 
 
 class FSDPEngine(DataEngine):
@@ -218,6 +219,13 @@ class FSDPEngine(DataEngine):
         for master, saved in zip(self.masters.pairs.values(), state["masters"], strict=True):
             master.copy_(saved)
         self.masters.write_back()
+
+    @classmethod
+    def traffic(cls, case: Case, out: Expected) -> None:
+        """See `fsdp_formula.py`."""
+        from parallax.plugins.data.fsdp_formula import add_sharded
+
+        add_sharded(case, out)
 
     def teardown(self) -> None:
         """Make the module an ordinary one again, with whole weights.

@@ -68,7 +68,7 @@ class ShardedModule:
 
         def place(param: nn.Parameter) -> ShardPlacementResult:
             group = group_of(param)
-            return ShardPlacementResult(Shard(_dim(param.shape, mesh.size(group))), infos[group])
+            return ShardPlacementResult(Shard(dim_of(param.shape, mesh.size(group))), infos[group])
 
         for unit in self._units:
             fully_shard(
@@ -207,7 +207,7 @@ def is_cut(param: nn.Parameter) -> bool:
     return bool(param.dim() and param.numel())
 
 
-def _dim(shape: torch.Size, size: int) -> int:
+def dim_of(shape: Sequence[int], size: int) -> int:
     """The dim a tensor of `shape` is cut along over `size` ranks."""
     fitting = (dim for dim, length in enumerate(shape) if length % size == 0)
     return 0 if shape[0] >= size else next(fitting, 0)

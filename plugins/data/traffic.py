@@ -9,7 +9,9 @@ which parameters took part.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+
+from torch import nn
 
 from parallax.plugins.data.buckets import BUCKET_BYTES
 from parallax.strategies.theory import Case, Expected
@@ -28,15 +30,20 @@ def add_norm(case: Case, out: Expected, *, sharded: bool) -> None:
 
 def add_replicated(case: Case, out: Expected) -> None:
     """Add what ZeRO stage 0 sends."""
+    trained = case.trained()
     for group in ("data", "edp"):
-        by_dtype: dict[object, list[tuple[int, int]]] = {}
-        for fqn, param in case.trained().items():
-            if case.averaged_over[fqn] == group:
-                by_dtype.setdefault(param.dtype, []).append((case.elements(fqn), param.element_size()))
-        for sizes in by_dtype.values():
-            for nbytes in _buffers(sizes):
-                out.add(group, "all_reduce", "step", nbytes)
+        add_buffers(case, out, {n: p for n, p in trained.items() if case.averaged_over[n] == group}, group)
     add_norm(case, out, sharded=False)
+
+
+def add_buffers(case: Case, out: Expected, params: Mapping[str, nn.Parameter], group: str) -> None:
+    """Add the sum over `group` of flat buffers of the gradients of `params`, by name."""
+    by_dtype: dict[object, list[tuple[int, int]]] = {}
+    for fqn, param in params.items():
+        by_dtype.setdefault(param.dtype, []).append((case.elements(fqn), param.element_size()))
+    for sizes in by_dtype.values():
+        for nbytes in _buffers(sizes):
+            out.add(group, "all_reduce", "step", nbytes)
 
 
 def _buffers(sizes: Iterable[tuple[int, int]]) -> list[int]:

@@ -145,9 +145,7 @@ class Comparison:
         lost, twice = epochs[0][0] - len(count), sum(n - 1 for n in count.values())
         for number, what in ((lost, "read by no data rank"), (twice, "read more than once")):
             if number >= len(readers):
-                cause = (
-                    f"{number} of {epochs[0][0]} samples are {what} in an epoch: the sampler divides wrongly"
-                )
+                cause = f"{number} of {epochs[0][0]} samples are {what} in an epoch: the sampler divides wrongly"
                 yield Difference("sample", "", 0, "data", number / epochs[0][0], tuple(readers.values()), cause)
 
     def _losses(self, step: int) -> dict[int, float]:

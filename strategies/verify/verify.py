@@ -93,7 +93,8 @@ def verify(
     Args:
         target: "script.py:Lit" or a `Target`.
         layouts: one or several.
-        steps: optimizer steps; the right weights of step n need the right update of step n-1.
+        steps: optimizer steps; the right weights of step n need the right update of step n-1. 0 compares no values,
+            which leaves `dropout`.
         dtype: "fp64" (differences above 1e-9 count), "fp32" (1e-5) or "bf16" (5e-2).
         shrink: build Hugging Face models small.
         clip: gradient_clip_val of both runs; small, so that a wrong norm shows in the weights.
@@ -123,24 +124,17 @@ def verify(
     pool, verdicts, repeatable = Pool(timeout, _imports(resolved)), list[Verdict](), not repeat
     for wanted, layout in zip(asked, resolved, strict=True):
         text = str(replace(wanted, data_parallel_size=layout.data_parallel_size))
+        verdict = Verdict(str(layout), layout.world_size)
         try:
-            ranks = pool.run(layout.world_size, run_layout, settings, text)
+            if steps:
+                verdict = _values(pool, settings, layout, text, check_bytes=check_bytes, repeat=not repeatable)
+                repeatable = True
+            if dropout:
+                verdict = _with_dropout(verdict, pool, replace(settings, steps=dropout, dropout=True), layout, text)
         except RankFailed as error:
             if not error.user or len(resolved) == 1:
                 raise ValueError(str(error)) from None
-            verdict = Verdict(str(layout), layout.world_size, refused=str(error))
-        else:
-            read = batches_read([r.coordinates["dp"] for r in ranks], [r.seen.batches for r in ranks])
-            sizes = _asked(layout, ranks, read) if check_bytes else None
-            weights = [[(r.seen.weights[i], r.shards) for r in ranks] for i in range(len(read))]
-            follow = weights if follows(dtype) else None
-            one, theories = pool.run(1, run_one, settings, joined(read), sizes, follow)[0]
-            if not repeatable:
-                _require_repeatable(one, pool.run(1, run_one, settings, joined(read), None, follow)[0][0])
-                repeatable = True
-            verdict = _judge(layout, ranks, one, theories, dtype)
-            if dropout:
-                verdict = _with_dropout(verdict, pool, replace(settings, steps=dropout, dropout=True), layout, text)
+            verdict = replace(verdict, refused=str(error))
         verdicts.append(verdict)
         report(verdict)
     return verdicts
@@ -151,6 +145,19 @@ def _imports(layouts: Sequence[Layout]) -> list[str]:
     engines = {layout.resolved_data_engine for layout in layouts}
     models = [name for name in sys.modules if name.startswith("transformers.models.") and ".modeling_" in name]
     return [*(["deepspeed"] if "deepspeed" in engines and find_spec("deepspeed") else []), *models]
+
+
+def _values(pool: Pool, settings: Settings, layout: Layout, text: str, *, check_bytes: bool, repeat: bool) -> Verdict:
+    """The layout's run against one process; with `repeat` that process runs twice, and must give the same."""
+    ranks = pool.run(layout.world_size, run_layout, settings, text)
+    read = batches_read([r.coordinates["dp"] for r in ranks], [r.seen.batches for r in ranks])
+    sizes = _asked(layout, ranks, read) if check_bytes else None
+    weights = [[(r.seen.weights[i], r.shards) for r in ranks] for i in range(len(read))]
+    follow = weights if follows(settings.dtype) else None
+    one, theories = pool.run(1, run_one, settings, joined(read), sizes, follow)[0]
+    if repeat:
+        _require_repeatable(one, pool.run(1, run_one, settings, joined(read), None, follow)[0][0])
+    return _judge(layout, ranks, one, theories, settings.dtype)
 
 
 def _asked(layout: Layout, ranks: list[RankResult], read: list[list[Any]]) -> Asked:

@@ -20,8 +20,8 @@ SCRIPT = str(Path(__file__).with_name("targets.py"))
 @pytest.mark.limit(150)
 def test_right_layouts_pass_with_dropout_on() -> None:
     """Whole sequences, sequence shards, stages and data ranks."""
-    layouts = ["tp2 sp0", "tp2 pp2 dp2 sp1"]
-    for verdict in verify(f"{SCRIPT}:Dropping", layouts, steps=1, dropout=24, repeat=False, timeout=70):
+    layouts = ["tp2 pp2 sp0 mb2", "tp2 dp2 sp1 zero1"]
+    for verdict in verify(f"{SCRIPT}:Dropping", layouts, steps=0, dropout=24, repeat=False, timeout=70):
         assert verdict.passed, (verdict.layout, verdict.refused, verdict.differences[:3])
         assert "the module has no dropout" not in verdict.notes
 
@@ -80,7 +80,7 @@ FAULTS: dict[str, tuple[Callable[[], None], str, str, str]] = {
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_wrong_mask_is_named(name: str) -> None:
     plant, layout, what, cause = FAULTS[name]
-    (verdict,) = verify(f"{SCRIPT}:Dropping", layout, steps=1, dropout=8, prepare=plant, repeat=False, timeout=70)
+    (verdict,) = verify(f"{SCRIPT}:Dropping", layout, steps=0, dropout=8, prepare=plant, repeat=False, timeout=70)
     assert not verdict.passed
     assert verdict.differences[0].what == what, verdict.differences[:3]
     assert cause in verdict.differences[0].cause
