@@ -153,7 +153,7 @@ class ExpertParallel(ParallelPlugin):
         """See `traffic.py`. What a capacity drops, and what a balanced loss gathers, have no formula."""
         if self._capacity_factor is not None:
             raise NotImplementedError("what expert_capacity_factor drops depends on values: its traffic has no formula")
-        add_traffic(case, out, self._targets(case.model, case.layout))
+        add_traffic(case, out, self._targets(case.model, case.layout), self._chunks)
 
     def describe(self) -> dict[str, str]:
         return dict(self._report)

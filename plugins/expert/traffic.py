@@ -14,13 +14,14 @@ from collections.abc import Iterable
 from math import prod
 
 from parallax.plugins.expert.plans import ExpertsTarget
+from parallax.strategies.comm import Traffic
 from parallax.strategies.theory import Case, Expected, Seen
 
 COUNT_BYTES = 8
 
 
-def add_traffic(case: Case, out: Expected, targets: Iterable[ExpertsTarget]) -> None:
-    """Add what the experts modules `targets` of the whole model send that this rank runs."""
+def add_traffic(case: Case, out: Expected, targets: Iterable[ExpertsTarget], chunks: int) -> None:
+    """Add what the experts modules `targets` of the whole model send that this rank runs, in `chunks` parts."""
     shares = case.mesh["tp_shares"]
     for target in (t for t in targets if case.here(t.fqn)):
         for call in case.calls(target.module):
@@ -28,14 +29,14 @@ def add_traffic(case: Case, out: Expected, targets: Iterable[ExpertsTarget]) -> 
             tokens = prod(choices.shape[:-1])
             each = -(-tokens // shares.size)
             here = min((shares.index + 1) * each, tokens) - min(shares.index * each, tokens)
-            _add_call(case, out, target, (hidden, choices, weights), each, here)
+            _add_call(case, out, target, (hidden, choices, weights), each, here, chunks)
     if case.mesh.size("ep") > 1:
         for phase in ("forward", "backward"):
             out.pool("ep", "all_to_all", phase)
 
 
 def _add_call(
-    case: Case, out: Expected, target: ExpertsTarget, inputs: tuple[Seen, Seen, Seen], each: int, here: int
+    case: Case, out: Expected, target: ExpertsTarget, inputs: tuple[Seen, Seen, Seen], each: int, here: int, chunks: int
 ) -> None:
     """One call, all micro-batches; `here` tokens are this rank's, `each` with padding."""
     times, (hidden, choices, weights) = case.microbatches, inputs
@@ -54,8 +55,8 @@ def _add_call(
         for seen, width in widths:
             if seen.grad:
                 out.add(axis, "all_reduce", "backward", rows * width, times)
-    sent = here * choices.shape[-1] * widths[0][1]
-    out.add("ep", "all_to_all", "forward", target.num_experts * COUNT_BYTES, times)
-    out.add("ep", "all_to_all", "forward", sent, 2 * times)
+    sent = Traffic(chunks, here * choices.shape[-1] * widths[0][1])
+    out.add("ep", "all_to_all", "forward", target.num_experts * chunks * COUNT_BYTES, times)
+    out.add_all({("ep", "all_to_all", "forward"): sent}, 2 * times)
     if hidden.grad or weights.grad:
-        out.add("ep", "all_to_all", "backward", sent, 2 * times)
+        out.add_all({("ep", "all_to_all", "backward"): sent}, 2 * times)

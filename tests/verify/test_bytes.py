@@ -39,10 +39,17 @@ def test_counted_bytes_are_the_formulas(target: str) -> None:
         assert {axis for axis, there in axes.items() if there} <= sent
 
 
+PIECES: list[tuple[str, str, dict[str, int]]] = [
+    ("Lit", "tp2", {"tp_chunks": 3}),
+    ("Mixtral", "dp2 ep2", {"expert_chunks": 2}),
+]
+
+
 @pytest.mark.limit(60)
-def test_row_products_in_pieces() -> None:
+@pytest.mark.parametrize(("target", "layout", "options"), PIECES)
+def test_what_is_sent_in_pieces(target: str, layout: str, options: dict[str, int]) -> None:
     (verdict,) = verify(
-        f"{SCRIPT}:Lit", "tp2", steps=1, check_bytes=True, repeat=False, timeout=50, options={"tp_chunks": 3}
+        f"{SCRIPT}:{target}", layout, steps=1, check_bytes=True, repeat=False, timeout=50, options=options
     )
     assert verdict.passed, (verdict.wrong_rows[:3], verdict.no_formula)
 
