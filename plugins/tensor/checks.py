@@ -135,8 +135,8 @@ def _sizes(model: nn.Module, target: Target, config: Any, sharing: set[str]) -> 
         if not target.style.heads:
             return
     if (queries := query_heads(model, target)) is not None:
-        known = getattr(config, "num_attention_heads", None) == queries
-        yield Condition("num_attention_heads" if known else f"heads of {where}", queries, is_heads=True)
+        named = getattr(config, "num_attention_heads", None) == queries
+        yield Condition("num_attention_heads" if named else f"heads of {where}", queries, is_heads=True)
         return
     cut = cut_of(target.fqn, target.module, target.style)
     if target.style.pads:
