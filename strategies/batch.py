@@ -7,14 +7,14 @@ data axis is the sampler's work, the sequence a plugin's).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from parallax.strategies.comm import AxisComm
-from parallax.strategies.tree import tensors_of
+from parallax.strategies.tree import flatten, tensors_of, unflatten
 
 IGNORE_INDEX = -100
 """Label of a token that does not count (torch's and transformers' default)."""
@@ -59,9 +59,9 @@ def split(batch: Any, count: int) -> list[Any]:
     def is_rows(node: Any) -> bool:
         return isinstance(node, list) and len(node) == size and not any(True for _ in tensors_of(node))
 
-    leaves, spec = pytree.tree_flatten(batch, is_leaf=is_rows)
+    leaves, spec = flatten(batch, is_leaf=is_rows)
     return [
-        pytree.tree_unflatten(
+        unflatten(
             [leaf[i * each : (i + 1) * each] if is_rows(leaf) else part(leaf, i) for leaf in leaves], spec
         )
         for i in range(count)
@@ -78,9 +78,12 @@ def valid_targets(batch: Any, *, shifted: bool) -> Tensor | None:
     """Where in `batch` a target counts, as a bool tensor in the shape of the labels; None when it has none.
 
     Args:
-        batch: a mapping with "shift_labels" or "labels", whose ignored entries are -100; anything else gives None.
+        batch: a mapping or dataclass with "shift_labels" or "labels", whose ignored entries are -100;
+            anything else gives None.
         shifted: the model predicts token t+1 at t from "labels": the target at t is the label at t+1.
     """
+    if is_dataclass(batch):
+        batch = {f.name: getattr(batch, f.name, None) for f in fields(batch)}
     if not isinstance(batch, Mapping):
         return None
     if isinstance(labels := batch.get("shift_labels"), Tensor):

@@ -15,10 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from parallax.strategies.batch import weighted_mean
-from parallax.strategies.tree import map_tensors
+from parallax.strategies.tree import flatten, map_tensors, unflatten
 
 
 def merge(values: Sequence[Any], weights: Tensor, rows: int) -> Any:
@@ -45,7 +44,7 @@ def merge(values: Sequence[Any], weights: Tensor, rows: int) -> Any:
             return False
         return not any(isinstance(x, Tensor) and x.dim() and x.shape[0] == rows for x in node)
 
-    flat = [pytree.tree_flatten(value, is_leaf=by_sample) for value in values]
+    flat = [flatten(value, is_leaf=by_sample) for value in values]
     if any(spec != flat[0][1] for _, spec in flat):
         if all(isinstance(value, list) for value in values):
             return [entry for value in values for entry in value]
@@ -55,7 +54,7 @@ def merge(values: Sequence[Any], weights: Tensor, rows: int) -> Any:
             f"num_microbatches=1"
         )
     leaves = [_merge_leaf(list(column), weights) for column in zip(*(leaves for leaves, _ in flat), strict=True)]
-    return pytree.tree_unflatten(leaves, flat[0][1])
+    return unflatten(leaves, flat[0][1])
 
 
 def _merge_leaf(values: list[Any], weights: Tensor) -> Any:

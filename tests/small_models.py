@@ -110,7 +110,7 @@ def _shrink(default: Any, changes: dict[str, Any]) -> Any:
     wanted = {k: v for k, v in wanted.items() if not _computed(default, k)}
     if "kv_lora_rank" in known:  # latent attention has as many keys as queries, of the rotary width
         wanted |= {"num_key_value_heads": SIZES["num_attention_heads"]}
-    wanted |= {k: 0.0 for k in known if k.endswith(DROPOUTS) and isinstance(known[k], (int, float))}
+    wanted |= {k: type(known[k])(0) for k in known if k.endswith(DROPOUTS) and isinstance(known[k], (int, float))}
     for name in ("layer_types", "mlp_layer_types"):
         if isinstance(known.get(name), list):
             wanted[name] = None

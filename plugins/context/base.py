@@ -85,6 +85,16 @@ class Documents:
         mask = attention_mask.long()
         return cls(mask.masked_fill(mask == 0, PADDING))
 
+    def in_chunks(self, size: int) -> Documents:
+        """Every document cut into chunks of `size` tokens from its first one, which see nothing of each other."""
+        at, ids = torch.arange(self.ids.shape[1], device=self.ids.device), self.ids.clamp(min=0).long()
+        last = int(ids.max())
+        start = at.new_full((ids.shape[0], last + 1), len(at))
+        real = self.ids >= 0
+        start.scatter_reduce_(1, ids, at.where(real, len(at)), "amin")
+        chunks = (at - start.gather(1, ids)) // size
+        return Documents((ids * (len(at) // size + 1) + chunks).masked_fill(~real, PADDING))
+
 
 @dataclass(frozen=True, eq=False)
 class AttentionSpec:
@@ -100,7 +110,10 @@ class AttentionSpec:
         sinks: [heads] logits of one more key per head whose value is 0 (gpt-oss, StreamingLLM); may need gradients.
         alibi_slopes: [heads] slopes m of the bias `-m * |i - j|` (Press et al. 2022); constants.
         scale: None is 1 / sqrt(head_dim of the queries).
-        dropout_p: must be 0: a mask drawn on one rank would not be the mask of the whole sequence.
+        dropout_p: share of the weights that are dropped after the softmax, the rest being scaled up. What is dropped
+            differs from one process, as between any two seeds, but not between forward and backward, nor when the call
+            is recomputed with the same state of torch's generator.
+        seed: of what is dropped by this call on this rank; drawn by `AttentionMethod`.
         documents: packed documents and padding inside the sequence. Padding at its end alone needs none: it is
             `SequenceShards.tokens`.
     """
@@ -112,6 +125,7 @@ class AttentionSpec:
     alibi_slopes: Tensor | None = None
     scale: float | None = None
     dropout_p: float = 0.0
+    seed: int = 0
     documents: Documents | None = None
 
     def of_heads(self, start: int, stop: int) -> AttentionSpec:
@@ -195,6 +209,9 @@ class AttentionMethod(ABC):
             )
         if not q.dtype == k.dtype == v.dtype:
             raise ValueError(f"q, k and v must have one dtype, they have {q.dtype}, {k.dtype} and {v.dtype}")
+        if spec.dropout_p:
+            drawn = torch.randint(2**31, (), device="cpu")  # recomputation restores the generator
+            spec = replace(spec, seed=hash((int(drawn), self.groups.cp.index)))
         with torch.autocast(q.device.type, enabled=False):
             return self.attend(q, k, v, spec, shards)
 
@@ -215,14 +232,11 @@ def check_spec(spec: AttentionSpec, heads: int, kv_heads: int) -> None:
     """Refuse by name what no method can do.
 
     Raises:
-        ValueError: dropout; numbers out of range; per-head tensors of another size; query heads that kv heads do not
+        ValueError: numbers out of range; per-head tensors of another size; query heads that kv heads do not
             divide; slopes that want gradients.
     """
-    if spec.dropout_p:
-        raise ValueError(
-            f"attention dropout {spec.dropout_p:g} under context parallelism: each rank would draw a mask of its own; "
-            "set the attention dropout of the model to 0"
-        )
+    if not 0 <= spec.dropout_p < 1:
+        raise ValueError(f"attention dropout must be at least 0 and below 1, got {spec.dropout_p:g}")
     if kv_heads < 1 or heads % kv_heads:
         raise ValueError(f"{heads} query heads are not a multiple of {kv_heads} key and value heads")
     if spec.window is not None and spec.window < 1:

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from parallax.plugins.context.plans import read_batch
 from parallax.plugins.context.sequence import CutSequence
 from parallax.strategies.batch import valid_targets
+from parallax.strategies.tree import flatten, unflatten
 
 
 def cut_batch(batch: Any, sequence: CutSequence, plan: Mapping[str, int] | None) -> Any:
@@ -25,12 +25,12 @@ def cut_batch(batch: Any, sequence: CutSequence, plan: Mapping[str, int] | None)
     """
     found = read_batch(batch, plan)
     sequence.begin(found.tokens, found.rows)
-    leaves, spec = pytree.tree_flatten(batch)
+    leaves, spec = flatten(batch)
     for entry in found.entries:
         part = sequence.take(leaves[entry.at], entry.dim, entry.pad)
         leaves[entry.at] = part
         (sequence.masks if entry.is_mask else sequence.tokens).append(part)
-    return pytree.tree_unflatten(leaves, spec)
+    return unflatten(leaves, spec)
 
 
 def own_targets(whole: Any, sequence: CutSequence, *, shifted: bool) -> Tensor:

@@ -37,8 +37,7 @@ def scaled_dot_product_attention(
         query: [batch, heads, tokens, dim].
         key, value: [batch, kv_heads, tokens, dim]; fewer heads than the query's need `enable_gqa`.
         attn_mask, dropout_p, is_causal, scale, enable_gqa: as torch's. On a cut sequence a mask must be causal
-            ([tokens, tokens]), say which keys are padding ([batch, 1, 1, tokens]), or hide nothing, and dropout_p must
-            be 0.
+            ([tokens, tokens]), say which keys are padding ([batch, 1, 1, tokens]), or hide nothing.
 
     Raises:
         ValueError: on a cut sequence, a mask or an option that cannot be followed.
@@ -78,13 +77,27 @@ def torch_attention(
         raise ValueError(f"{k.shape[1]} heads of keys for {q.shape[1]} of queries need enable_gqa=True")
     causal, documents = is_causal, sequence.documents
     if attn_mask is not None:
-        causal, documents = _understood(sequence, attn_mask)
-    spec = AttentionSpec(causal=causal, scale=scale, dropout_p=dropout_p, documents=documents)
-    out = sequence.attend(q, k, v, spec)
+        causal, documents = understood(sequence, attn_mask)
+    out = attention(sequence, q, k, v, causal, scale, dropout_p, documents)
     return out.squeeze(1) if single else out
 
 
-def _understood(sequence: CutSequence, mask: Tensor) -> tuple[bool, Documents | None]:
+def attention(
+    sequence: CutSequence,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    scale: float | None,
+    dropout_p: float,
+    documents: Documents | None,
+) -> Tensor:
+    """Attention over the whole sequence; shapes as in `AttentionMethod.__call__`."""
+    spec = AttentionSpec(causal=causal, scale=scale, dropout_p=dropout_p, documents=documents)
+    return sequence.attend(q, k, v, spec)
+
+
+def understood(sequence: CutSequence, mask: Tensor) -> tuple[bool, Documents | None]:
     """(causal, padding) that `mask` stands for. Reads the mask on the host: is_causal=True costs nothing."""
     n, seen = sequence.local, mask
     if mask.is_floating_point():
@@ -116,14 +129,6 @@ def documents_of_mask(sequence: CutSequence, mask: Tensor) -> Documents | None:
     """Padding of the whole sequences, of this rank's part [batch, local] of a mask; None when it hides nothing."""
     whole = sequence.whole(mask.bool(), 1)
     return None if bool(whole.all()) else Documents.from_mask(sequence.cut.pad(whole, 1, 0))
-
-
-def refuse_multi_head(sequence: CutSequence, func: Any, *args: Any, **kwargs: Any) -> Any:
-    raise ValueError(
-        "nn.MultiheadAttention (also inside nn.TransformerEncoderLayer and the like) cannot be followed over a cut "
-        "sequence; call F.scaled_dot_product_attention on queries, keys and values of [batch, heads, tokens, dim], "
-        "or use context_parallel_size=1"
-    )
 
 
 def softmax(sequence: CutSequence, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -1,8 +1,8 @@
 """Models of Hugging Face transformers, unmodified.
 
-It is: our entry in transformers' attention interface; and what is put around a model's forward (positions, padding and
-packed documents of the whole sequence) and around its loss (labels shifted over the whole sequence). All of it can be
-taken back. It is not: the mask interface (`hf_masks.py`), or the refusal of models (`refusals.py`).
+It is: what is put around a model's forward (positions, padding and packed documents of the whole sequence) and around
+its loss (labels shifted over the whole sequence). All of it can be taken back. It is not: the entries in transformers'
+attention and mask interfaces (`hf_attention.py`, `hf_masks.py`), or the refusal of models (`refusals.py`).
 """
 
 from __future__ import annotations
@@ -11,23 +11,24 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from parallax.plugins.context.base import AttentionSpec, Documents
+from parallax.plugins.context.base import Documents
 from parallax.plugins.context.functional import documents_of_mask
-from parallax.plugins.context.hf_masks import MaskRequest, describe_mask
+from parallax.plugins.context.hf_alibi import KNOWN, require_one_run, with_slopes
+from parallax.plugins.context.hf_attention import SEQUENCE, attention
+from parallax.plugins.context.hf_masks import describe_mask
+from parallax.plugins.context.hf_positions import adjustments, position_ids
 from parallax.plugins.context.routing import paused
 from parallax.plugins.context.sequence import CutSequence
 from parallax.strategies.batch import IGNORE_INDEX
 
 NAME = "parallax_context"
 """Our attention implementation in transformers."""
-
-_SEQUENCE = "_parallax_sequence"
-"""Attribute of a model's modules by which their attention finds its sequence."""
 
 
 def models_of(module: nn.Module) -> list[Any]:
@@ -42,7 +43,7 @@ def bases_of(module: nn.Module) -> list[Any]:
 
 def sequence_of(module: nn.Module) -> CutSequence | None:
     """The sequence a transformers model works on; None when it is not cut."""
-    return next((s for m in module.modules() if (s := vars(m).get(_SEQUENCE)) is not None), None)
+    return next((s for m in module.modules() if (s := vars(m).get(SEQUENCE)) is not None), None)
 
 
 def attach(module: nn.Module, sequence: CutSequence) -> Callable[[], None]:
@@ -54,9 +55,15 @@ def attach(module: nn.Module, sequence: CutSequence) -> Callable[[], None]:
     for base in bases:
         undo.append(_set_implementation(base.config))
         for child in base.modules():
-            child.__dict__[_SEQUENCE] = sequence
+            child.__dict__[SEQUENCE] = sequence
         undo.append(functools.partial(_forget, base))
-        undo.append(_set(base, "forward", _following(base.forward, sequence)))
+        undo.append(_set(base, "forward", _following(base, sequence)))
+        undo += [_set(part, "forward", forward) for part, forward in adjustments(base, sequence)]
+        for child in base.modules():
+            if (known := KNOWN.get(type(child).__name__)) is not None:
+                undo.append(_set(child, "forward", MethodType(known, child)))
+        if hasattr(base, "build_alibi_tensor"):
+            undo.append(_set(base, "build_alibi_tensor", with_slopes))
     for model in models_of(module):
         if not any(model is base for base in bases) and _shifts(model):
             undo.append(_set(model, "_loss_function", _whole_loss(model.loss_function, sequence)))
@@ -102,7 +109,7 @@ def _set(module: nn.Module, name: str, value: Any) -> Callable[[], None]:
 
 def _forget(base: nn.Module) -> None:
     for child in base.modules():
-        child.__dict__.pop(_SEQUENCE, None)
+        child.__dict__.pop(SEQUENCE, None)
 
 
 def _shifts(model: Any) -> bool:
@@ -111,51 +118,9 @@ def _shifts(model: Any) -> bool:
     return model.loss_function is ForCausalLMLoss
 
 
-def attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: MaskRequest | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    is_causal: bool | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    position_bias: Tensor | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """Our entry in the attention interface; shapes [batch, heads, tokens, dim], the result [batch, tokens, heads, dim].
-
-    Raises:
-        ValueError: a mask or bias that is given as a matrix, or outside a step.
-    """
-    sequence: CutSequence = module.__dict__[_SEQUENCE]
-    if position_bias is not None or isinstance(attention_mask, Tensor):
-        raise ValueError(
-            f"{type(module).__name__} adds a matrix of tokens against tokens to its scores, which cannot be cut over "
-            f"the context ranks; use context_parallel_size=1"
-        )
-    if attention_mask is None:
-        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        attention_mask = MaskRequest(causal, sliding_window)
-    if not attention_mask.settled:
-        attention_mask.documents, attention_mask.settled = sequence.documents, True
-    spec = AttentionSpec(
-        causal=attention_mask.causal,
-        window=attention_mask.window,
-        softcap=softcap,
-        sinks=s_aux,
-        scale=scaling,
-        dropout_p=dropout,
-        documents=attention_mask.documents,
-    )
-    return sequence.attend(query, key, value, spec).transpose(1, 2).contiguous(), None
-
-
-def _following(forward: Callable[..., Any], sequence: CutSequence) -> Callable[..., Any]:
-    """`forward` of a model without its head, with positions and documents of the whole sequence."""
+def _following(base: Any, sequence: CutSequence) -> Callable[..., Any]:
+    """The forward of a model without its head, with positions and documents of the whole sequence."""
+    forward = base.forward
     signature = inspect.signature(forward)
     rest = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), "")
 
@@ -165,15 +130,25 @@ def _following(forward: Callable[..., Any], sequence: CutSequence) -> Callable[.
         given |= given.pop(rest, {})
         _refuse_arguments(given, sequence)
         sequence.documents = _documents(given, sequence)
-        if given.get("position_ids") is None:
-            tokens = given["input_ids"] if given.get("input_ids") is not None else given["inputs_embeds"]
-            given["position_ids"] = sequence.positions(tokens.device).unsqueeze(0)
+        if given.get("position_ids") is None and (rest or "position_ids" in signature.parameters):
+            given["position_ids"] = position_ids(base, given, sequence)
+        if hasattr(base, "build_alibi_tensor"):
+            given["attention_mask"] = _mask_of_alibi(given, sequence)
         if "use_cache" in signature.parameters:
             given["use_cache"] = False  # keys and values of other ranks' tokens would be missing in it
         with paused(sequence):
             return forward(**given)
 
     return followed
+
+
+def _mask_of_alibi(given: dict[str, Any], sequence: CutSequence) -> Tensor:
+    """A mask for BLOOM, which makes its slopes of one (`hf_alibi.with_slopes`)."""
+    if (mask := given.get("attention_mask")) is not None:
+        require_one_run(sequence.whole(mask, 1))
+        return mask
+    tokens = given["input_ids"] if given.get("input_ids") is not None else given["inputs_embeds"]
+    return torch.ones(tokens.shape[:2], dtype=torch.int64, device=tokens.device)
 
 
 def _refuse_arguments(given: dict[str, Any], sequence: CutSequence) -> None:

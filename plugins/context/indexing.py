@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from parallax.plugins.context.sequence import CutSequence
+from parallax.plugins.context.tracked import as_target
 from parallax.strategies.batch import IGNORE_INDEX
 
 _ALL = slice(None)
@@ -101,7 +102,8 @@ def _part(sequence: CutSequence, tensor: Tensor, entry: Any, *, whole: bool) -> 
         sequence.shortened |= not tensor.is_floating_point()
         return tensor
     if whole and shift == (1, n, 1) and tensor.dim() == 2 and not tensor.requires_grad:
-        return sequence.next_token(tensor, _fill(sequence, tensor))
+        sequence.shifted = True
+        return as_target(sequence, sequence.next_token(tensor, _fill(sequence, tensor)))
     raise ValueError(
         f"the code takes [:, {_text(entry)}] of a tensor of shape {tuple(tensor.shape)}, but dim 1 holds only the {n} "
         f"tokens of a sequence that are on this context rank; of a cut sequence only logits[:, :-1] with labels[:, 1:] "

@@ -222,14 +222,16 @@ KERNELS: tuple[Kernel, ...] = (
 """In order of preference. torch's switches (`torch.nn.attention.sdpa_kernel`) take theirs out."""
 
 
-def choose(q: Tensor, biased: bool, softcap: float | None) -> Kernel:
-    """The first kernel that fits; `plain` always does."""
+def choose(q: Tensor, biased: bool, softcap: float | None, dropout: bool = False) -> Kernel:
+    """The first kernel that fits; `plain` always does, and alone drops what it is told to."""
+    if dropout:
+        return PLAIN
     return next(kernel for kernel in KERNELS if kernel.fits(q, biased, softcap))
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, how: Scoring) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of one tile; see `Kernel`. Rows that see no key: output 0, log-sum-exp -inf."""
-    kernel, dim = choose(q, how.bias is not None, how.softcap), v.shape[-1]
+    kernel, dim = choose(q, how.bias is not None, how.softcap, how.keep is not None), v.shape[-1]
     q, k, v = _fill_up(kernel, q, k, v)
     out, lse = kernel.forward(q, k, v, how)
     out = out[..., :dim]
@@ -245,7 +247,8 @@ def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Te
 
     `out` and `lse` are merged over all tiles of the rows; where a row sees no key at all, `lse` is 0.
     """
-    kernel, dim, value_dim = choose(q, how.bias is not None, how.softcap), q.shape[-1], v.shape[-1]
+    kernel = choose(q, how.bias is not None, how.softcap, how.keep is not None)
+    dim, value_dim = q.shape[-1], v.shape[-1]
     q, k, v, out, grad = _fill_up(kernel, q, k, v, out, grad)
     dq, dk, dv = kernel.backward(grad, q, k, v, out, lse, how)
     return dq[..., :dim], dk[..., :dim], dv[..., :value_dim]

@@ -30,7 +30,7 @@ def tiles_of(q: Tensor, spec: AttentionSpec, queries: Ranges, keys: Ranges, toke
     """The tiles of `q` at positions `queries` against keys at positions `keys`."""
     visible = Visible(spec.causal, spec.window)
     biased = spec.window is not None or spec.documents is not None or spec.alibi_slopes is not None
-    fused = kernels.choose(q, False, spec.softcap) is not kernels.PLAIN
+    fused = kernels.choose(q, False, spec.softcap, spec.dropout_p > 0) is not kernels.PLAIN
     blocking = None if fused and not biased else BLOCKING.get(q.device.type, GPU_BLOCKING)
     return plan(queries, keys, tokens, visible, spec.documents, blocking)
 

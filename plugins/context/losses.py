@@ -16,21 +16,8 @@ from torch.nn import functional as F
 from torch.nn._reduction import legacy_get_string
 
 from parallax.plugins.context.sequence import CutSequence
+from parallax.plugins.context.tracked import PerToken, as_whole, plain, summed, track
 from parallax.strategies.batch import IGNORE_INDEX
-
-
-class _Whole(torch.autograd.Function):
-    """A rank's share of a loss, shown as the whole loss; `factor` is what the share counts in the mean of the ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, share: Tensor, whole: Tensor, factor: Tensor) -> Tensor:
-        ctx.save_for_backward(factor)
-        return whole.to(share.dtype, copy=True)  # an input returned as it is could not be added to in place
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        (factor,) = ctx.saved_tensors
-        return grads[0] * factor.to(grads[0].dtype), None, None
 
 
 def cross_entropy(
@@ -85,34 +72,23 @@ def _whole_loss(
     ignore_index: int,
     reduction: str,
 ) -> Tensor:
+    target = plain(target)
     if not target.is_floating_point():
         target = _ignoring(sequence, target, ignore_index)
     elif sequence.padded:
         raise padding_counts(sequence, "its targets are probabilities")
-    if reduction != "mean" and not (reduction == "sum" and sequence.sums_are_whole):
-        if input.requires_grad and torch.is_grad_enabled():
-            raise ValueError(
-                f"cross entropy with reduction={reduction!r}: what the code divides it by is not known, so the loss of "
-                f"a sequence cut over {sequence.comm.size} context ranks is not either. Use reduction='mean' and mark "
-                f"targets that do not count with {ignore_index}, or use context_parallel_size=1"
-            )
-        return loss(input, target, reduction)
-    sequence.normalized = True
+    if reduction == "none":
+        per_token: Tensor = track(PerToken, loss(input, target, "none"), sequence)
+        return per_token
     share = loss(input, target, "sum")
     if reduction == "sum":
-        whole = share.detach().double()
-        sequence.comm.all_reduce(whole)
-        return as_whole(share, whole, torch.full_like(whole, sequence.comm.size))
+        whole = summed(sequence, share)
+        return plain(whole) if sequence.sums_are_whole else whole
+    sequence.normalized = True
     totals = torch.stack([share.detach().double(), _count(target, weight, ignore_index)])
     sequence.comm.all_reduce(totals)
     number = torch.where(totals[1] > 0, totals[1], 1)
     return as_whole(share, totals[0] / totals[1], sequence.comm.size / number)
-
-
-def as_whole(share: Tensor, whole: Tensor, factor: Tensor) -> Tensor:
-    """A number with the value `whole`, whose gradient is that of `share` times `factor`."""
-    result: Tensor = _Whole.apply(share, whole, factor)
-    return result
 
 
 def _count(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:

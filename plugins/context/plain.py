@@ -1,4 +1,4 @@
-"""Attention of one tile written out, for what no fused kernel does: soft capping, and dtypes they refuse.
+"""Attention of one tile written out, for what no fused kernel does: soft capping, dropout, and dtypes they refuse.
 
 It is: the textbook formulas in fp32 (fp64 for fp64), with the log-sum-exp, and their gradients from a merged output and
 log-sum-exp (FlashAttention-2, Dao 2023, algorithms 1 and 2, without their loops). It is not: for a whole sequence: it
@@ -29,7 +29,7 @@ class Plain:
         scores, _ = _scores(q.to(exact), k.to(exact), how)
         lse = scores.logsumexp(-1)
         weights = _weights(scores, lse)
-        return _times(weights, v.to(exact)), lse
+        return _times(weights if how.keep is None else weights * how.keep, v.to(exact)), lse
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, how: Scoring
@@ -38,8 +38,11 @@ class Plain:
         grad, q, k, v, out = (x.to(exact) for x in (grad, q, k, v, out))
         scores, slope = _scores(q, k, how)
         weights = _weights(scores, lse)
-        dv = _grouped(weights, v).mT @ _grouped(grad, v)
-        dscores = weights * (_times(grad, v.mT) - (grad * out).sum(-1, keepdim=True))
+        kept, dweights = weights, _times(grad, v.mT)
+        if how.keep is not None:
+            kept, dweights = weights * how.keep, dweights * how.keep
+        dv = _grouped(kept, v).mT @ _grouped(grad, v)
+        dscores = weights * (dweights - (grad * out).sum(-1, keepdim=True))
         if slope is not None:
             dscores *= slope
         dscores *= how.scale

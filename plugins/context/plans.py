@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from parallax.strategies.batch import IGNORE_INDEX
 from parallax.strategies.names import unknown_name
+from parallax.strategies.tree import named_leaves
 
 FIRST = ("input_ids", "inputs_embeds", "shift_labels")
 """Entries that are known to have the sequence at dim 1."""
@@ -86,16 +86,6 @@ def read_batch(batch: Any, plan: Mapping[str, int] | None) -> BatchPlan:
         for name, dim in dims.items()
     ]
     return BatchPlan(tokens, rows, tuple(entries))
-
-
-def named_leaves(batch: Any) -> list[tuple[str, Any]]:
-    """(name, leaf) of everything in a batch: keys and places joined by dots."""
-    found, _ = pytree.tree_flatten_with_path(batch)
-
-    def text(key: Any) -> str:
-        return str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key))))
-
-    return [(".".join(map(text, path)), leaf) for path, leaf in found]
 
 
 def _planned(name: str, dim: Any, leaves: Mapping[str, tuple[int, Tensor]]) -> int:

@@ -7,20 +7,18 @@ of an attention method (its own `check`).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
 
 from parallax.plugins.context.hf import bases_of, models_of
+from parallax.plugins.context.hf_alibi import KNOWN
 
 MIXING = (nn.Conv1d, nn.RNNBase)
 """Modules that mix neighbouring positions in another way than attention."""
 
 LOSSES = (None, "ForCausalLM", "ForMaskedLM", "ForTokenClassification")
-LAYERS = ("full_attention", "sliding_attention")
-ROPES = ("dynamic", "longrope")
-"""Rotary embeddings that change with the largest position they see."""
+LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
 
 
 def check_model(model: nn.Module) -> None:
@@ -53,6 +51,10 @@ def _check_base(base: Any) -> None:
         raise _refused(name, "it has two sequences, an encoder's and a decoder's")
     if config.get_text_config() is not config:
         raise _refused(name, "it works on more than text")
+    if any(type(module).__name__ in KNOWN for module in base.modules()):
+        if getattr(config, "slow_but_exact", False) and config.pretraining_tp > 1:
+            raise _refused(name, "slow_but_exact=True computes its layers in slices")
+        return
     if not base._can_set_attn_implementation():
         raise _refused(name, "it does not call attention through transformers' AttentionInterface")
     parameters = inspect.signature(base.forward).parameters
@@ -62,16 +64,7 @@ def _check_base(base: Any) -> None:
         raise _refused(name, f"{found} makes positions by counting tokens")
     kinds = sorted(set(getattr(config, "layer_types", None) or ()) - set(LAYERS))
     if kinds:
-        raise _refused(name, f"it has layers of type {', '.join(kinds)}; {' and '.join(LAYERS)} can be followed")
-    rope = _rope_types(getattr(config, "rope_parameters", None))
-    if changing := sorted(set(rope) & set(ROPES)):
-        raise _refused(name, f"its rotary embedding ({changing[0]}) changes with the length of what a rank sees")
-    for option in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"):
-        if getattr(config, option, 0):
-            raise ValueError(
-                f"{name} has {option}={getattr(config, option)}: dropout inside attention cannot be drawn alike over "
-                f"context ranks; set {option}=0 or use context_parallel_size=1"
-            )
+        raise _refused(name, f"it has layers of type {', '.join(kinds)}; {', '.join(LAYERS)} can be followed")
 
 
 def _counts_positions(base: Any) -> str | None:
@@ -79,14 +72,6 @@ def _counts_positions(base: Any) -> str | None:
         if hasattr(kind, "create_position_ids_from_input_ids"):
             return kind.__name__
     return None
-
-
-def _rope_types(parameters: Any) -> Iterable[str]:
-    """Of one set of rotary parameters, or of one for each type of layer."""
-    if not isinstance(parameters, dict):
-        return ()
-    sets = [p for p in parameters.values() if isinstance(p, dict)] or [parameters]
-    return [str(each.get("rope_type")) for each in sets]
 
 
 def _refused(name: str, why: str) -> ValueError:

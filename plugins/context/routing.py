@@ -1,8 +1,8 @@
 """Where calls of the user's code turn to the whole sequence.
 
 It is: the list of torch functions that mean something else on a sequence that is cut, and the mode that hands them to
-whoever knows (`functional.py`, `indexing.py`, `losses.py`) while a step runs. It is not: what they do there. Models of
-Hugging Face run outside of it (`hf.py`).
+whoever knows (`functional.py`, `indexing.py`, `losses.py`, `tracked.py`) while a step runs. It is not: what they do
+there. Models of Hugging Face run outside of it (`hf.py`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from parallax.plugins.context import functional, indexing, losses
+from parallax.plugins.context import functional, indexing, losses, multi_head, tracked
 from parallax.plugins.context.sequence import CutSequence
 
 Handler = Callable[..., Any]
@@ -26,7 +26,7 @@ Handler = Callable[..., Any]
 HANDLERS: Mapping[Any, Handler] = {
     F.scaled_dot_product_attention: functional.torch_attention,
     functional.scaled_dot_product_attention: functional.our_attention,
-    F.multi_head_attention_forward: functional.refuse_multi_head,
+    F.multi_head_attention_forward: multi_head.multi_head_attention,
     F.softmax: functional.softmax,
     torch.softmax: functional.softmax,
     Tensor.softmax: functional.softmax,
@@ -34,26 +34,30 @@ HANDLERS: Mapping[Any, Handler] = {
     Tensor.__getitem__: indexing.getitem,
     F.cross_entropy: losses.cross_entropy,
     F.nll_loss: losses.nll_loss,
+    torch.sum: tracked.counted,
+    Tensor.sum: tracked.counted,
+    torch.count_nonzero: tracked.counted,
+    Tensor.count_nonzero: tracked.counted,
 }
 
 
 class Routed(TorchFunctionMode):
-    """While it is entered, the calls in `HANDLERS` go to their handlers.
+    """While it is entered, the calls in `handlers` go to their handlers.
 
     What a handler itself calls is not routed: torch leaves a mode while its handler runs. A backward must not leave it:
     recomputed layers call again what is routed.
     """
 
-    def __init__(self, sequence: CutSequence) -> None:
+    def __init__(self, sequence: CutSequence, handlers: Mapping[Any, Handler] = HANDLERS) -> None:
         super().__init__()
-        self._sequence = sequence
+        self._sequence, self._handlers = sequence, handlers
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.backward:
             return self._tensor_backward(*args, **(kwargs or {}))
         if func in (torch.autograd.backward, torch.autograd.grad):
             return self._backward(func, *args, **(kwargs or {}))
-        handler = HANDLERS.get(func)
+        handler = self._handlers.get(func)
         if handler is None or self._sequence.inside or _in_backward():
             return func(*args, **(kwargs or {}))
         return handler(self._sequence, func, *args, **(kwargs or {}))
@@ -93,3 +97,14 @@ def paused(sequence: CutSequence) -> Iterator[None]:
         finally:
             if ours is not None:
                 ours.__enter__()
+
+
+@contextmanager
+def numbering(sequence: CutSequence) -> Iterator[None]:
+    """Within, also where calls are not routed, `arange` over the tokens here gives their positions."""
+    before, sequence.inside = sequence.inside, False
+    try:
+        with Routed(sequence, {torch.arange: indexing.arange}):
+            yield
+    finally:
+        sequence.inside = before

@@ -1,4 +1,4 @@
-"""How the scores of one tile are made: scale, soft cap, and the bias that masks.
+"""How the scores of one tile are made: scale, soft cap, the bias that masks, and what dropout leaves.
 
 It is: numbers and a tensor of a tile's size, made from positions and document ids when the tile is computed. It is not:
 the mask of a sequence, which is never made, nor the computation.
@@ -23,18 +23,31 @@ class Scoring(NamedTuple):
         causal: row i sees columns 0..i; as many rows as columns, and no bias.
         bias: [batch or 1, heads or 1, rows, columns] in the dtype of the queries; -inf where a key is not seen.
         softcap: see `AttentionSpec`.
+        keep: factors of the weights, [batch, heads, rows, columns] in the dtype of sums: 0 where dropped.
     """
 
     scale: float
     causal: bool = False
     bias: Tensor | None = None
     softcap: float | None = None
+    keep: Tensor | None = None
 
 
 def scoring_of(tile: Tile, spec: AttentionSpec, q: Tensor) -> Scoring:
     """The scoring of `tile` for queries like `q`."""
     scale = q.shape[-1] ** -0.5 if spec.scale is None else spec.scale
-    return Scoring(scale, tile.kind == "causal", _bias(tile, spec, q), spec.softcap)
+    return Scoring(scale, tile.kind == "causal", _bias(tile, spec, q), spec.softcap, _keep(tile, spec, q))
+
+
+def _keep(tile: Tile, spec: AttentionSpec, q: Tensor) -> Tensor | None:
+    """What dropout leaves of the weights of `tile`: the same in forward and backward, other numbers in every tile."""
+    if not spec.dropout_p:
+        return None
+    draw = torch.Generator(q.device).manual_seed(hash((spec.seed, tile.at)) % 2**32)
+    shape = (*q.shape[:2], tile.q[1] - tile.q[0], tile.k[1] - tile.k[0])
+    share = 1 - spec.dropout_p
+    keep = torch.empty(shape, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
+    return keep.bernoulli_(share, generator=draw).div_(share)
 
 
 def _bias(tile: Tile, spec: AttentionSpec, like: Tensor) -> Tensor | None:

@@ -39,6 +39,8 @@ class CutSequence:
         normalized: whether the running micro-batch's loss is already that of the whole sequences.
         sums_are_whole: whether a loss that is summed now is divided by a number for the whole batch.
         shortened: whether the running micro-batch's model was given all but the last token.
+        shifted: whether the running micro-batch's targets were shifted, so that the last token has none.
+        read: counts of tokens the running micro-batch's code has read as numbers, by their value here.
         inside: whether code runs that deals with the cut itself, so that its calls are not routed.
         attentions: attention calls of the running step.
     """
@@ -57,10 +59,12 @@ class CutSequence:
         self.masks: list[Tensor] = []
         self.tokens: list[Tensor] = []
         self.documents: Documents | None = None
-        self.normalized = self.sums_are_whole = self.shortened = False
+        self.normalized = self.sums_are_whole = self.shortened = self.shifted = False
+        self.read: dict[float, Any] = {}
         self.inside = False
         self.attentions = 0
         self._positions: dict[Any, Tensor] = {}
+        self._chunks: dict[Any, Documents] = {}
         self._owned: set[int] = set()
 
     def __deepcopy__(self, memo: Any) -> CutSequence:
@@ -71,6 +75,7 @@ class CutSequence:
         if self.shards is None or self.shards.tokens != tokens:
             self.shards = SequenceShards.of(tokens, self.comm.size, self.order)
             self._positions.clear()
+            self._chunks.clear()
         self.rows, self.masks, self.tokens = rows, [], []
         self._owned.clear()
         return self.shards
@@ -79,7 +84,8 @@ class CutSequence:
         """The user's step is called now, with micro-batch `index`."""
         self.microbatch = index
         self.documents = None
-        self.normalized = self.shortened = False
+        self.normalized = self.shortened = self.shifted = False
+        self.read.clear()
 
     @property
     def cut(self) -> SequenceShards:
@@ -95,6 +101,15 @@ class CutSequence:
         """Tokens of a sequence on this rank, padding included."""
         return self.cut.local_length
 
+    def in_chunks(self, size: int, device: torch.device) -> Documents:
+        """The documents of the running step, one without any, in chunks of `size` tokens."""
+        if self.documents is not None:
+            return self.documents.in_chunks(size)
+        if (size, device) not in self._chunks:
+            one = Documents(torch.zeros(1, self.cut.length, dtype=torch.int64, device=device))
+            self._chunks[size, device] = one.in_chunks(size)
+        return self._chunks[size, device]
+
     @property
     def padded(self) -> bool:
         return self.cut.tokens != self.cut.length
@@ -109,6 +124,10 @@ class CutSequence:
     def real(self, device: torch.device | str | None) -> Tensor:
         """Which of this rank's tokens are not padding, bool [local]."""
         return self.cut.positions(self.comm.index, device) < self.cut.tokens
+
+    def targets(self, device: torch.device | str | None) -> Tensor:
+        """Which of this rank's tokens may have a target, bool [local]: no padding, nor the last one after a shift."""
+        return self.cut.positions(self.comm.index, device) < self.cut.tokens - self.shifted
 
     def take(self, whole: Tensor, dim: int, pad: float = 0) -> Tensor:
         """This rank's part of a tensor with all tokens along `dim`; `pad` where there are none."""

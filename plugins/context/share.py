@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
-from torch.utils import _pytree as pytree
 
-from parallax.plugins.context.losses import as_whole, padding_counts
+from parallax.plugins.context.losses import padding_counts
 from parallax.plugins.context.sequence import CutSequence
+from parallax.plugins.context.tracked import as_whole, plain
+from parallax.strategies.tree import map_leaves
 
 
 def whole_output(sequence: CutSequence, output: Any) -> Any:
@@ -28,6 +29,7 @@ def whole_output(sequence: CutSequence, output: Any) -> Any:
     """
 
     def whole(leaf: Any) -> Any:
+        leaf = plain(leaf)
         if isinstance(leaf, float):
             return float(_mean(sequence, torch.tensor(leaf, dtype=torch.float64))[0])
         if not isinstance(leaf, Tensor):
@@ -44,7 +46,7 @@ def whole_output(sequence: CutSequence, output: Any) -> Any:
             f"{sequence.local}, ...], or be one number. Return it in this shape, or use context_parallel_size=1"
         )
 
-    return pytree.tree_map(whole, output)
+    return map_leaves(whole, output)
 
 
 def _number(sequence: CutSequence, number: Tensor) -> Tensor:

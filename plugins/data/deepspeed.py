@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from parallax.plugins.data import deepspeed_shims as shims
 from parallax.plugins.data import deepspeed_shims_step as running
@@ -35,6 +34,7 @@ from parallax.strategies.layout import Layout
 from parallax.strategies.mesh import Mesh
 from parallax.strategies.precision import LossScale
 from parallax.strategies.theory import Case, Expected
+from parallax.strategies.tree import flatten, unflatten
 
 
 class DeepSpeedEngine(DataEngine):
@@ -126,14 +126,14 @@ class DeepSpeedEngine(DataEngine):
         def run() -> tuple[Tensor, ...]:
             nonlocal leaves, spec
             with autocast(), running.unwound_forward(self.engine.optimizer, self.step_module):
-                leaves, spec = tree_flatten(fn(*args))
+                leaves, spec = flatten(fn(*args))
             return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
 
         self.step_module.run = run
         with shims.quiet(), counted(self.mesh):
             seen = iter(self.engine())
         self.step_module.run = None
-        result: T = tree_unflatten([next(seen) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
+        result: T = unflatten([next(seen) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
         return result
 
     def backward(self, loss: Tensor) -> None:

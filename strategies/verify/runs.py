@@ -16,7 +16,6 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.data import DataLoader, DistributedSampler
 
 from parallax.plugins.base import ParallelPlugin, ParamShard
@@ -25,6 +24,7 @@ from parallax.strategies.deferred import Recording, deferred_init
 from parallax.strategies.layout import Layout
 from parallax.strategies.materialize import materialize
 from parallax.strategies.strategy import ParallaxStrategy
+from parallax.strategies.tree import flatten, unflatten
 from parallax.strategies.verify.exact import KeepDouble
 from parallax.strategies.verify.expect import Asked, Expectation, Theory
 from parallax.strategies.verify.given import Given
@@ -291,9 +291,9 @@ def joined(batches: list[list[Any]]) -> list[Any]:
 
 def _joined(batches: list[Any]) -> Any:
     """Batches of data ranks as one, joined along dim 0."""
-    flat = [tree_flatten(batch) for batch in batches]
+    flat = [flatten(batch) for batch in batches]
     leaves = [
         torch.cat(parts) if isinstance(parts[0], Tensor) and parts[0].dim() else parts[0]
         for parts in zip(*(f[0] for f in flat), strict=True)
     ]
-    return tree_unflatten(leaves, flat[0][1])
+    return unflatten(leaves, flat[0][1])

@@ -167,8 +167,60 @@ def regression(model: Any, batch: Any) -> Tensor:
 
 
 def with_auxiliary(model: Any, batch: Any) -> Tensor:
-    logits = model(batch["ids"])
-    return F.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten()) + 0.1 * logits.square().mean()
+    logits = model(batch.ids)
+    return F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten()) + 0.1 * logits.square().mean()
+
+
+def divided(model: Any, batch: Any) -> Tensor:
+    """Sums that the step divides in the ways there are: by a count, by one read as a number, by the batch."""
+    x, y = batch[:, :-1], batch[:, 1:].clone()
+    y[y % 5 == 0] = -100
+    total = F.cross_entropy(model(x).transpose(1, 2), y, reduction="sum")
+    count = (y != -100).sum()
+    return total / count.clamp(min=1) + 0.5 * total / count.item() + 0.25 * total / batch.size(0)
+
+
+def divided_by_tokens(model: Any, batch: Any) -> Tensor:
+    x, y = batch
+    total = F.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="sum")
+    return total / y.numel() + total / y.shape[1] / 9
+
+
+def per_token(model: Any, batch: Any) -> Tensor:
+    """Losses per token that the step weighs, bends, selects and averages itself."""
+    x, y = batch[:, :-1], batch[:, 1:]
+    loss = F.cross_entropy(model(x).flatten(0, 1), y.reshape(-1), reduction="none").view(y.shape)
+    mask = y != 3  # as people leave padding out
+    weights = torch.linspace(0.5, 1.5, VOCAB, dtype=loss.dtype)[y.clamp(min=0)] * mask
+    rows = (loss * mask).sum(1) / mask.sum(dim=1).clamp_min(1)
+    focal = (1 - torch.exp(-loss)).square() * loss
+    return (
+        (loss * weights).sum() / weights.sum() + rows.mean() + (focal + 1).square().mean() + loss.mean(-1).max()
+        + loss[mask].mean() - 2 * loss.mean()
+    )  # fmt: skip
+
+
+class Layers(nn.Module):
+    """torch's own attention modules: an encoder layer under a causal mask, and one with widths of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCAB, 16), nn.Linear(16, VOCAB)
+        self.layer = nn.TransformerEncoderLayer(16, 4, 24, dropout=0.0, batch_first=True)
+        self.attention = nn.MultiheadAttention(16, 2, kdim=16, vdim=8)
+
+    def forward(self, tokens: Tensor, padding: Tensor) -> Tensor:
+        causal = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1], dtype=torch.float64)
+        x = self.embed(tokens)
+        x = x + self.layer(x, src_mask=causal, src_key_padding_mask=padding, is_causal=True)
+        y = x.transpose(0, 1)
+        out, _ = self.attention(y, y * 2, y[..., :8], key_padding_mask=padding, need_weights=False)
+        return self.head(x + out.transpose(0, 1))
+
+
+def layered(model: Any, batch: Any) -> Tensor:
+    logits = model(batch["input_ids"], batch["attention_mask"] == 0)
+    return F.cross_entropy(logits.transpose(1, 2), batch["labels"])
 
 
 def floats(seed: int) -> Tensor:
@@ -185,6 +237,19 @@ class Case:
     tolerance: float = 1e-5
 
 
+@dataclass
+class Sample:
+    ids: Tensor
+    targets: Tensor
+
+
+def encoding(batch: dict[str, Tensor]) -> Any:
+    """What a tokenizer of transformers returns."""
+    from transformers import BatchEncoding
+
+    return BatchEncoding(batch)
+
+
 def text(tokens: int) -> dict[str, Tensor]:
     return {"input_ids": ids(tokens), "labels": labels_of(ids(tokens))}
 
@@ -192,7 +257,7 @@ def text(tokens: int) -> dict[str, Tensor]:
 CASES: dict[str, Case] = {
     "ragged": Case(hf("llama"), lambda: text(13), call),
     "window_and_cap": Case(hf("gemma2"), lambda: text(15), call),
-    "right_padding": Case(hf("llama"), lambda: padded(12, False), call),
+    "right_padding": Case(hf("llama"), lambda: encoding(padded(12, False)), call),
     "left_padding_window": Case(hf("mistral"), lambda: padded(13, True), call),
     "packed": Case(hf("qwen3"), packed, call),
     "flattened": Case(hf("llama"), flattened, call),
@@ -203,7 +268,11 @@ CASES: dict[str, Case] = {
     "shifted_logits": Case(plain(Nano), lambda: [ids(11), ids(11, seed=2) % 9], shifted_logits, 1e-9),
     "pairs": Case(plain(Nano), lambda: [ids(13), ids(13, seed=3)], pairs, 1e-9),
     "regression": Case(plain(Rotary), lambda: {"x": floats(5), "y": floats(6)}, regression, 1e-9),
-    "auxiliary": Case(plain(Nano), lambda: {"ids": ids(16), "targets": ids(16, seed=4)}, with_auxiliary, 1e-9),
+    "auxiliary": Case(plain(Nano), lambda: Sample(ids(16), ids(16, seed=4)), with_auxiliary, 1e-9),
+    "divided": Case(plain(Nano), lambda: ids(14), divided, 1e-9),
+    "divided_by_tokens": Case(plain(Nano), lambda: [ids(13), ids(13, seed=3)], divided_by_tokens, 1e-9),
+    "per_token": Case(plain(Nano), lambda: ids(13), per_token, 1e-9),
+    "torch_layers": Case(plain(Layers), lambda: padded(13, False), layered, 1e-9),
 }
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections import namedtuple
+import pickle
+from collections import UserDict, namedtuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 import torch
 
 from parallax.strategies.batch import batch_size, largest_divisor, split, valid_tokens, weighted_mean
-from parallax.strategies.tree import join_tensors, signature, split_tensors
+from parallax.strategies.tree import join_tensors, named_leaves, signature, split_tensors, tensors_of
 
 Pair = namedtuple("Pair", "ids labels")
 
@@ -70,3 +74,65 @@ def test_signature_tells_shapes_and_dtypes_apart() -> None:
 def test_a_micro_batch_without_valid_tokens_does_not_count() -> None:
     assert float(weighted_mean([1.0, torch.tensor(4.0)], torch.tensor([1.0, 3.0]))) == 3.25
     assert float(weighted_mean([2.0, float("nan")], torch.tensor([5.0, 0.0]))) == 2.0
+
+
+class Bag(dict[str, Any]):
+    """A subclass of dict, as configuration libraries have them."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    ids: torch.Tensor
+    labels: torch.Tensor
+    name: str = "x"
+
+
+def encoding(ids: torch.Tensor, labels: torch.Tensor) -> Any:
+    from transformers import BatchEncoding
+
+    return BatchEncoding({"ids": ids, "labels": labels})
+
+
+def output(ids: torch.Tensor, labels: torch.Tensor) -> Any:
+    from transformers.modeling_outputs import CausalLMOutput
+
+    return CausalLMOutput(loss=ids, logits=labels)
+
+
+CONTAINERS: list[Callable[[torch.Tensor, torch.Tensor], Any]] = [
+    Pair, Sample, encoding, output,
+    lambda ids, labels: Bag(ids=ids, labels=labels),
+    lambda ids, labels: MappingProxyType({"ids": ids, "labels": labels}),
+    lambda ids, labels: {"batch": UserDict(ids=ids, inner=[Sample(ids, labels)])},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("make", CONTAINERS)
+def test_any_container_lightning_moves_is_seen_into(make: Callable[[torch.Tensor, torch.Tensor], Any]) -> None:
+    ids, labels = torch.arange(12).reshape(4, 3), torch.arange(12).reshape(4, 3) + 100
+    batch = make(ids, labels)
+    assert batch_size(batch) == 4
+    first, second = split(batch, 2)
+    assert type(first) is type(batch)
+    seen = [list(tensors_of(part)) for part in (first, second)]
+    for *rows, whole in zip(*seen, tensors_of(batch), strict=True):
+        assert torch.equal(torch.cat(rows), whole)
+    assert len(seen[0]) == len(list(tensors_of(batch))) >= 2
+    assert signature(first) == signature(second) != signature(batch)
+    tensors, skeleton = split_tensors(batch)
+    again = join_tensors(tensors, pickle.loads(pickle.dumps(skeleton)) if make is not CONTAINERS[5] else skeleton)
+    assert type(again) is type(batch)
+    assert all(a is b for a, b in zip(tensors_of(again), tensors, strict=True))
+    assert all(a is b for a, b in zip(tensors_of(batch), tensors, strict=True)), "the batch itself is left alone"
+
+
+def test_labels_are_found_in_any_container() -> None:
+    labels = torch.tensor([[5, 6, -100], [-100, 7, 8]])
+    for batch in (encoding(labels, labels), Sample(labels, labels), Bag(labels=labels)):
+        assert valid_tokens(batch, shifted=True) == 3
+
+
+def test_leaves_have_names() -> None:
+    x = torch.ones(2, 2)
+    names = [name for name, _ in named_leaves({"a": encoding(x, x), "b": (Sample(x, x), 3)})]
+    assert names == ["a.ids", "a.labels", "b.0.ids", "b.0.labels", "b.0.name", "b.1"]

@@ -114,7 +114,7 @@ def test_tensors_that_are_not_a_shard_are_refused() -> None:
 
 
 @pytest.mark.parametrize(("spec", "heads", "kv_heads", "message"), [
-    (AttentionSpec(dropout_p=0.1), 4, 4, "attention dropout 0.1 .* set the attention dropout of the model to 0"),
+    (AttentionSpec(dropout_p=1.0), 4, 4, "attention dropout must be at least 0 and below 1, got 1"),
     (AttentionSpec(), 6, 4, "6 query heads are not a multiple of 4"),
     (AttentionSpec(window=0), 4, 4, "window of 0 positions sees nothing"),
     (AttentionSpec(softcap=-1.0), 4, 4, "soft cap .* must be positive, got -1"),

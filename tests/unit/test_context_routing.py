@@ -105,13 +105,11 @@ def mean_of_pooled(x: Tensor) -> Tensor:
 TOKEN_TARGETS = torch.zeros(ROWS * 6, dtype=torch.long)
 LOGITS = torch.randn(ROWS * 6, 5, requires_grad=True)
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "sum": (lambda: F.cross_entropy(LOGITS, TOKEN_TARGETS, reduction="sum"), "reduction='sum': what the code divides"),
-    "none": (lambda: F.cross_entropy(LOGITS, TOKEN_TARGETS, reduction="none"), "mark targets that do not count"),
     "filtered": (lambda: F.cross_entropy(LOGITS[:4], TOKEN_TARGETS[:4]), "padded to 12 .* 4 of the 3 x 6"),
     "probabilities": (lambda: F.cross_entropy(LOGITS, LOGITS.softmax(-1)), "targets are probabilities"),
     "by hand": (lambda: torch.randn(ROWS, 2, 6, 6).softmax(dim=-1), "looks like attention written by hand"),
-    "multi-head": (lambda: nn.MultiheadAttention(4, 2)(QKV[0], QKV[0], QKV[0]), "nn.MultiheadAttention"),
-    "encoder": (lambda: nn.TransformerEncoderLayer(4, 2, 8, batch_first=True).eval()(QKV[0]), "nn.MultiheadAttention"),
+    "one sequence": (lambda: nn.MultiheadAttention(4, 2)(*[QKV[0, 0]] * 3), "needs inputs with a batch dim"),
+    "added keys": (lambda: nn.MultiheadAttention(4, 2, add_bias_kv=True)(*[QKV[0]] * 3), "no added keys"),
     "last token": (lambda: mean_of_pooled(torch.randn(ROWS, 6, 4)), r"takes \[:, -1\] of a tensor"),
     "class token": (lambda: torch.randn(ROWS, 6, 4)[:, 1:], r"takes \[:, 1:\]"),
     "every second": (lambda: torch.ones(ROWS, 6)[:, ::2], r"takes \[:, ::2\]"),
@@ -158,14 +156,11 @@ def small(kind: str, head: str, **options: Any) -> nn.Module:
 
 
 TINY = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
-LONG = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
 MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "bloom": (lambda: small("Bloom", "ForCausalLM", hidden_size=16, n_layer=1, n_head=2), "does not call attention"),
+    "falcon": (lambda: small("Falcon", "ForCausalLM", **TINY), "does not call attention"),
     "t5": (lambda: small("T5", "ForConditionalGeneration", d_model=16, d_kv=8, num_layers=1), "two sequences"),
-    "dropout": (lambda: small("GPT2", "LMHeadModel", n_embd=16, n_layer=1, n_head=2), "attn_pdrop=0.1"),
     "classifier": (lambda: small("Llama", "ForSequenceClassification", **TINY), "looks at single tokens"),
     "roberta": (lambda: small("Roberta", "ForMaskedLM", **TINY), "makes positions by counting tokens"),
-    "rope": (lambda: small("Llama", "ForCausalLM", **TINY, rope_parameters=LONG), r"rotary embedding \(dynamic\)"),
     "mamba": (lambda: small("Mamba", "ForCausalLM", hidden_size=16, num_hidden_layers=1), "mixes neighbouring tokens"),
     "lstm": (lambda: nn.Sequential(nn.Linear(2, 2), nn.LSTM(2, 2)), r"'1' \(LSTM\) mixes neighbouring tokens"),
 }
