@@ -18,18 +18,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import statistics
-import subprocess
 import sys
 from datetime import date
 from pathlib import Path
 from typing import Any
 
-from step_time import hardware, spread
+from step_time import hardware, launch, ratio, spread
 
 HERE = Path(__file__).resolve().parent
-MARK = "RESULT "
 EAGER = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}
 """Makes the C library give memory back at once, so that a resident set is what is in use: slower, for memory alone."""
 SIDES = ["ring", "ring floor", "ulysses", "ulysses floor", "all_gather", "deepspeed-ulysses",
@@ -38,44 +35,20 @@ FLOORS = {"ring": "ring floor", "ring contiguous": "ring contiguous floor", "uly
           "deepspeed-ulysses": "ulysses floor"}  # fmt: skip
 
 
-def launch(what: str, world: int, names: list[str], sizes: dict[str, int], rounds: int, limit: float) -> dict[str, Any]:
-    """What `world` processes found.
-
-    Raises:
-        RuntimeError: they failed or ran out of time; with the end of their output.
-    """
-    torchrun = [] if world == 1 else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
-    arguments = [what, json.dumps(names), json.dumps(sizes), str(rounds)]
-    command = [sys.executable, *torchrun, str(HERE / "context_worker.py"), *arguments]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"} | (EAGER if rounds == 0 else {})
-    process = subprocess.Popen(
-        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
-    try:
-        output, _ = process.communicate(timeout=limit)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        output = process.communicate()[0] + f"\nnot done after {limit} s"
-    for line in output.splitlines():
-        if line.startswith(MARK):
-            return json.loads(line.removeprefix(MARK))
-    raise RuntimeError(f"{what} on {world} process(es) gave no result:\n{output[-3000:]}")
+def run(what: str, world: int, names: list[str], sizes: dict[str, int], rounds: int, limit: float) -> dict[str, Any]:
+    """What `world` processes found; see `launch`."""
+    worker = [str(HERE / "context_worker.py"), what, json.dumps(names), json.dumps(sizes), str(rounds)]
+    return launch(worker, world, argparse.Namespace(threads=1, limit=limit), EAGER if rounds == 0 else {})
 
 
 def both(what: str, world: int, names: list[str], sizes: dict[str, int], options: argparse.Namespace) -> dict[str, Any]:
     """Times from one launch, memory from another."""
-    found = launch(what, world, names, sizes, options.rounds, options.limit)
-    memory = launch(what, world, names, sizes, 0, options.limit)
+    found = run(what, world, names, sizes, options.rounds, options.limit)
+    memory = run(what, world, names, sizes, 0, options.limit)
     for rank, held in zip(found["ranks"], memory["ranks"], strict=True):
         for name, side in rank.items():
             side["memory"] = held[name]["memory"]
     return found
-
-
-def ratio(ours: list[float], theirs: list[float]) -> str:
-    """Median and extremes of the ratio of each round."""
-    ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
-    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
 
 
 def rows(alone: dict[str, Any], found: dict[str, Any], world: int, tokens: int) -> list[str]:
@@ -120,7 +93,7 @@ def gap(alone: dict[str, Any], found: dict[str, Any]) -> float:
 def decoder_row(options: argparse.Namespace, tokens: int) -> tuple[str, dict[str, int]]:
     """Memory of a whole decoder, with what each rank's resident set grows by on 1, 2 and 4 ranks."""
     sizes = {"tokens": tokens, "layers": 4, "width": 128}
-    found = {w: max(launch("decoder", w, [], sizes, 0, options.limit)["ranks"]) for w in (1, *options.ranks)}
+    found = {w: max(run("decoder", w, [], sizes, 0, options.limit)["ranks"]) for w in (1, *options.ranks)}
     parts = [f"{world}: {held / 1e6:.0f} MB ({held * world / found[1]:.2f})" for world, held in found.items()]
     return f"decoder of 4 layers, {tokens} tokens, ring; ranks: memory (over 1/ranks): " + ", ".join(parts), {
         str(world): held for world, held in found.items()

@@ -16,48 +16,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import statistics
-import subprocess
 import sys
 from datetime import date
 from pathlib import Path
 from typing import Any
 
-from step_time import hardware, spread
+from step_time import hardware, launch, ratio, spread
 
 HERE = Path(__file__).resolve().parent
-MARK = "RESULT "
 TOP_K, FP32 = 2, 4
-
-
-def launch(world: int, arguments: list[int], limit: float) -> list[dict[str, Any]]:
-    """By rank, what every side took.
-
-    Raises:
-        RuntimeError: it failed or ran out of time; with the end of the output.
-    """
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
-    command = [sys.executable, *torchrun, str(HERE / "expert_worker.py"), *map(str, arguments)]
-    process = subprocess.Popen(
-        command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        start_new_session=True,
-    )  # fmt: skip
-    try:
-        output, _ = process.communicate(timeout=limit)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        output = process.communicate()[0] + f"\nnot done after {limit} s"
-    for line in output.splitlines():
-        if line.startswith(MARK):
-            return json.loads(line.removeprefix(MARK))
-    raise RuntimeError(f"{world} processes gave no result:\n{output[-3000:]}")
-
-
-def ratio(ours: list[float], theirs: list[float]) -> str:
-    """Median and extremes of the ratio of each round."""
-    ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
-    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
 
 
 def rows(ranks: list[dict[str, Any]], experts: int, theory: float) -> list[str]:
@@ -91,14 +59,14 @@ def main() -> int:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--limit", type=float, default=300, help="seconds one row may take")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/<date>-expert.json")
-    options, load = parser.parse_args(), os.getloadavg()[0]
+    options, load = parser.parse_args(namespace=argparse.Namespace(threads=1)), os.getloadavg()[0]
     columns = ["experts", "side", "ms: median (quartiles)", "parallax/side", "CPU parallax/side", "bytes", "kept"]
     print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}", flush=True)
     theory = 4.0 * TOP_K * options.tokens * options.hidden * FP32 * options.ranks
     results, worst = [], 0.0
     for experts in options.experts:
         sizes = [experts, options.hidden, options.width, options.tokens, options.rounds, options.steps]
-        ranks = launch(options.ranks, sizes, options.limit)
+        ranks = launch([str(HERE / "expert_worker.py"), *map(str, sizes)], options.ranks, options)
         print("\n".join(rows(ranks, experts, theory)), flush=True)
         worst = max(worst, gap(ranks))
         results.append({"experts": experts, "ranks": ranks})

@@ -19,6 +19,7 @@ import signal
 import statistics
 import subprocess
 import sys
+from collections.abc import Mapping
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -54,17 +55,16 @@ def run_side(side: str, world: int, options: argparse.Namespace) -> dict[str, An
     return found
 
 
-def launch(worker: list[str], world: int, options: argparse.Namespace) -> Any:
-    """What rank 0 of a worker script printed behind `MARK`.
+def launch(worker: list[str], world: int, options: argparse.Namespace, env: Mapping[str, str] | None = None) -> Any:
+    """What rank 0 of a worker script printed behind `MARK`; `env` goes on top of this process's variables.
 
     Raises:
         RuntimeError: it failed or ran out of time; with the end of its output.
     """
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)] if world > 1 else []
-    env = os.environ | {"OMP_NUM_THREADS": str(options.threads), "DS_ACCELERATOR": "cpu"}
     process = subprocess.Popen(
         [sys.executable, *torchrun, *worker],
-        env=env,
+        env=os.environ | {"OMP_NUM_THREADS": str(options.threads), "DS_ACCELERATOR": "cpu"} | dict(env or {}),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -87,6 +87,12 @@ def spread(values: list[float]) -> str:
     """Median and quartiles in milliseconds."""
     low, middle, high = statistics.quantiles(values, n=4) if len(values) > 1 else values * 3
     return f"{middle * 1e3:.0f} ({low * 1e3:.0f}-{high * 1e3:.0f})"
+
+
+def ratio(ours: list[float], theirs: list[float]) -> str:
+    """Median and extremes of the ratio of each round."""
+    ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
+    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
 
 
 def compare(name: str, sides: tuple[int, str, str], options: argparse.Namespace) -> dict[str, Any]:

@@ -93,7 +93,7 @@ def signature(tree: Any) -> tuple[Any, ...]:
 class _Kind:
     """What a container is rebuilt from: its type and keys, and the one it was."""
 
-    type: type
+    type: Any
     keys: tuple[Any, ...]
     like: Any = field(compare=False, repr=False)
 

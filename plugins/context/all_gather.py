@@ -13,8 +13,8 @@ from typing import Any, cast
 from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
-from parallax.plugins.context.base import AttentionMethod, AttentionSpec, ContextGroups, SequenceShards, check_spec
-from parallax.plugins.context.buffers import Buffers, Pair
+from parallax.plugins.context.base import AttentionSpec, SequenceShards
+from parallax.plugins.context.buffers import BufferedMethod, Buffers, Pair
 from parallax.plugins.context.local import Gradients, Row, exact, tiles_of
 from parallax.strategies.comm import AxisComm
 
@@ -58,18 +58,10 @@ class _AllGather(Function):
         return gradients.dq, mine.k.to(q.dtype), mine.v.to(q.dtype), dsinks, None, None, None, None
 
 
-class AllGatherAttention(AttentionMethod):
+class AllGatherAttention(BufferedMethod):
     """Any number of heads, one collective each way, no overlap with compute."""
 
     name = "all_gather"
-
-    def __init__(self, groups: ContextGroups) -> None:
-        super().__init__(groups)
-        self._buffers = Buffers()
-
-    @classmethod
-    def check(cls, spec: AttentionSpec, heads: int, kv_heads: int, size: int, inner: int = 1) -> None:
-        check_spec(spec, heads, kv_heads)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, shards: SequenceShards) -> Tensor:
         return cast(Tensor, _AllGather.apply(q, k, v, spec.sinks, spec, shards, self.groups.cp, self._buffers))

@@ -167,9 +167,8 @@ class AttentionMethod(ABC):
         self.groups = groups
 
     @classmethod
-    @abstractmethod
     def check(cls, spec: AttentionSpec, heads: int, kv_heads: int, size: int, inner: int = 1) -> None:
-        """Refuse by name what this method cannot do. No communication; the same on every rank.
+        """Refuse by name what this method cannot do; here what none can. No communication; the same on every rank.
 
         Args:
             spec: what will be asked; its documents are not looked at.
@@ -181,6 +180,7 @@ class AttentionMethod(ABC):
         Raises:
             ValueError: with the numbers and the change that fixes it.
         """
+        check_spec(spec, heads, kv_heads)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, shards: SequenceShards) -> Tensor:
         """Attention of this rank's queries over the whole sequence. Collective over the context axis.

@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from parallax.plugins.context.base import AttentionMethod, ContextGroups
+
 
 class Buffers:
     """Scratch memory of one attention method, whose layers take turns."""
@@ -24,6 +26,14 @@ class Buffers:
                 del self._kept[old]  # lengths change rarely; what was for another is let go
             self._kept[key] = like.new_empty(numel, dtype=key[2])
         return self._kept[key]
+
+
+class BufferedMethod(AttentionMethod):
+    """A method whose calls share scratch memory."""
+
+    def __init__(self, groups: ContextGroups) -> None:
+        super().__init__(groups)
+        self._buffers = Buffers()
 
 
 class Pair:

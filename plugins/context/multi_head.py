@@ -54,13 +54,12 @@ def multi_head_attention(
             "nn.MultiheadAttention on a cut sequence needs inputs with a batch dim, and no added keys (add_bias_kv, "
             "add_zero_attn); change this, or use context_parallel_size=1"
         )
-    if use_separate_proj_weight:
-        biases = (None, None, None) if in_proj_bias is None else in_proj_bias.chunk(3)
-        weights = (q_proj_weight, k_proj_weight, v_proj_weight)
-        q, k, v = (F.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True))  # type: ignore[arg-type]
-    else:
-        q, k, v = F._in_projection_packed(query, key, value, in_proj_weight, in_proj_bias)  # type: ignore[arg-type]
-    q, k, v = (x.unflatten(-1, (num_heads, -1)).permute(1, 2, 0, 3) for x in (q, k, v))
+    weights: Any = (q_proj_weight, k_proj_weight, v_proj_weight)
+    if in_proj_weight is not None and not use_separate_proj_weight:
+        weights = in_proj_weight.chunk(3)
+    biases: Any = (None, None, None) if in_proj_bias is None else in_proj_bias.chunk(3)
+    projected = (F.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True))
+    q, k, v = (x.unflatten(-1, (num_heads, -1)).permute(1, 2, 0, 3) for x in projected)
     if attn_mask is not None:  # torch marks here what is not seen
         causal, documents = understood(sequence, attn_mask if attn_mask.is_floating_point() else ~attn_mask)
     else:

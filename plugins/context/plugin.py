@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from rich.console import Console
 from torch import Tensor, nn
 
 from parallax.plugins.base import ParallelPlugin
@@ -44,7 +45,9 @@ class ContextParallel(ParallelPlugin):
         self._plan = plan
         self.sequence: CutSequence | None = None
         self._detach: Callable[[], None] | None = None
+        self._methods: Methods | None = None
         self._report: dict[str, str] = {}
+        self._speaks = False
         self._shifted = False
         self._own: list[Tensor] = []
 
@@ -54,8 +57,9 @@ class ContextParallel(ParallelPlugin):
     def apply(self, model: nn.Module, *, mesh: Mesh, layout: Layout) -> None:
         self._plan = self.batch_plan(model)
         self._shifted = shifts_labels(model)
-        methods = Methods(mesh, layout)
-        self.sequence = CutSequence(model, mesh["cp"], layout.context_sharding, methods)
+        self._methods = Methods(mesh, layout)
+        self._speaks = mesh.rank == 0
+        self.sequence = CutSequence(model, mesh["cp"], layout.context_sharding, self._methods)
         self._detach = attach(model, self.sequence)
         self._report = _describe(layout, mesh.index("cp"))
 
@@ -76,8 +80,15 @@ class ContextParallel(ParallelPlugin):
         sequence = self._sequence
         sequence.own, self._own = torch.stack(self._own).double(), []
         sequence.attentions = 0
+        assert self._methods is not None
+        self._methods.begin()
         with Routed(sequence):
             yield sequence.own
+        self._report["sends in a step"] = self._methods.describe()
+        if self._speaks and sequence.attentions:
+            self._speaks = False
+            text = f"attention over {sequence.comm.size} context ranks; a step of one sends {self._methods.describe()}"
+            Console().print(text, highlight=False, soft_wrap=True)
         if not sequence.attentions:
             raise ValueError(
                 f"no attention was called that could look beyond the {sequence.local} tokens of a sequence on this "

@@ -21,8 +21,8 @@ from typing import Any, cast
 from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
-from parallax.plugins.context.base import AttentionMethod, AttentionSpec, ContextGroups, SequenceShards, check_spec
-from parallax.plugins.context.buffers import Buffers, Pair
+from parallax.plugins.context.base import AttentionSpec, SequenceShards
+from parallax.plugins.context.buffers import BufferedMethod, Buffers, Pair
 from parallax.plugins.context.local import Gradients, Row, exact, tiles_of
 from parallax.plugins.context.tiles import Visible, sees
 from parallax.strategies.comm import AxisComm, Work
@@ -137,18 +137,10 @@ def ring_attention(
     return cast(Tensor, _Ring.apply(q, k, v, spec.sinks, spec, shards, comm, buffers))
 
 
-class RingAttention(AttentionMethod):
+class RingAttention(BufferedMethod):
     """Any number of heads, keys and values of a neighbour at a time: memory and wire grow with s / c and kv heads."""
 
     name = "ring"
-
-    def __init__(self, groups: ContextGroups) -> None:
-        super().__init__(groups)
-        self._buffers = Buffers()
-
-    @classmethod
-    def check(cls, spec: AttentionSpec, heads: int, kv_heads: int, size: int, inner: int = 1) -> None:
-        check_spec(spec, heads, kv_heads)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, shards: SequenceShards) -> Tensor:
         return ring_attention(q, k, v, spec, shards, self.groups.cp, self._buffers)

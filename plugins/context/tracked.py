@@ -203,14 +203,16 @@ def whole_number(sequence: CutSequence, number: Any) -> Any:
         return number
     if (count := sequence.read.get(float(number))) is not None:
         return plain(count.whole())
-    if number == sequence.rows:
+    rows, tokens = sequence.rows, (sequence.local, sequence.rows * sequence.local)
+    if number == rows and number not in tokens:
         return number
-    if number in (sequence.local, sequence.rows * sequence.local):
-        if sequence.shifted:
+    if number in tokens:
+        if sequence.shifted or rows in tokens:
             raise ValueError(
                 f"a loss of whole sequences is divided by {number}, the number of tokens here, from which cannot be "
-                f"told whether the last token, which predicts none, is meant to count; divide by the number of "
-                f"targets, (labels != {IGNORE_INDEX}).sum(), or use reduction='mean'"
+                f"told whether the last token, which predicts none after a shift, is meant to count, or whether it is "
+                f"the {rows} sequences; divide by the number of targets, (labels != {IGNORE_INDEX}).sum(), or use "
+                f"reduction='mean'"
             )
         return number // sequence.local * sequence.cut.tokens
     if unused := [n for n, count in sequence.read.items() if not count.used]:

@@ -71,6 +71,11 @@ def traffic(name: str, shape: AttentionShape, spec: AttentionSpec, shards: Seque
     return _exchange("cp_inner", shape, shards, inner) | _ring("cp_outer", part, spec, shards.grouped(inner))
 
 
+def sent(calls: Calls, phase: str) -> int:
+    """Payload bytes that one rank sends in `phase`."""
+    return sum(t.bytes for (_, kind, when), t in calls.items() if when == phase and kind != "recv")
+
+
 def wire(calls: Calls, sizes: dict[str, int]) -> float:
     """Bytes on the wire of one rank for `calls`; `sizes` has the ranks of each axis."""
     return sum(wire_bytes(kind, t.bytes, sizes[axis]) for (axis, kind, _), t in calls.items())

@@ -11,21 +11,20 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from parallax.plugins.context.base import AttentionMethod, AttentionSpec, ContextGroups, SequenceShards, check_spec
-from parallax.plugins.context.buffers import Buffers
+from parallax.plugins.context.base import AttentionSpec, ContextGroups, SequenceShards, check_spec
+from parallax.plugins.context.buffers import BufferedMethod
 from parallax.plugins.context.exchange import Exchange, to_heads, to_sequence
 from parallax.plugins.context.ring import ring_attention
 from parallax.strategies.comm import AxisComm
 
 
-class HybridAttention(AttentionMethod):
+class HybridAttention(BufferedMethod):
     """Ulysses inside the inner group, ring across: the all-to-all stays in a fast domain, the ring is short."""
 
     name = "hybrid"
 
     def __init__(self, groups: ContextGroups) -> None:
         super().__init__(groups)
-        self._buffers = Buffers()
         self._exchanges: dict[SequenceShards, Exchange] = {}
 
     @classmethod

@@ -35,6 +35,8 @@ CASES: dict[int, list[tuple[str, str, torch.dtype]]] = {
         ("llama", "cp4 hybrid inner2", EXACT),
         ("llama", "tp2 cp2 ulysses", EXACT),
         ("llama", "pp2 cp2 gpipe mb4", EXACT),
+        ("llama", "pp2 cp2 zb_h1 mb4", EXACT),
+        ("plain", "pp2 cp2 zb_v mb4", EXACT),
         ("llama", "cp2 dp2 zero3", EXACT),
         ("gemma2", "cp4 all_gather", EXACT),
         ("mistral", "cp4", EXACT),

@@ -16,7 +16,7 @@ from torch import Tensor
 from tests.parity import harness, reference
 from tests.procs import run_ranks
 
-LAYOUTS = ["tp2 pp2 mb2", "pp2 dp2 zero1 mb2", "tp2 dp2 zero3"]
+LAYOUTS = ["tp2 pp2 mb2", "pp2 dp2 zero1 mb2", "tp2 dp2 zero3", "cp2 dp2 zero1 mb2"]
 SCALE = 2.0**22  # too large for fp16: the first steps overflow
 
 

@@ -89,8 +89,9 @@ def _compare_all(rank: int, size: int, names: tuple[str, ...], cases: list[Case]
 
 
 def _cases() -> list[Case]:
-    """Every mask in both orders and both dtypes, and every mask with grouped heads and a value dim of its own."""
-    cases = []
+    """Every mask in both orders and dtypes, and every mask with grouped heads and a value dim of its own."""
+    half = ("causal", "full", "documents window sinks", "softcap window")
+    cases = [Case(mask, dtype=torch.bfloat16) for mask in half]
     for mask in MASKS:
         cases += [Case(mask), Case(mask, order="contiguous"), Case(mask, dtype=torch.float32)]
         cases += [Case(mask, Shape(heads=8, kv_heads=2, tokens=41)), Case(mask, Shape(kv_heads=1, dim=12, value_dim=5))]

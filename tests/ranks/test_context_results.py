@@ -162,11 +162,12 @@ def test_other_samples_on_a_rank_of_the_sequence_are_refused() -> None:
 METHODS = ("ring", "all_gather", "ulysses")
 
 
-def counting_rank(rank: int, world: int) -> dict[str, dict[Any, Traffic]]:
+def counting_rank(rank: int, world: int) -> dict[str, tuple[dict[Any, Traffic], str]]:
     return {method: counted(rank, world, f"cp2 {method}") for method in METHODS}
 
 
-def counted(rank: int, world: int, layout: str) -> dict[Any, Traffic]:
+def counted(rank: int, world: int, layout: str) -> tuple[dict[Any, Traffic], str]:
+    """What the second step sends, and what the plugin says of it."""
     t = trainer(rank, world, layout, limit_train_batches=2)
     module = Lit()
     counts: dict[Any, Traffic] = {}
@@ -181,8 +182,9 @@ def counted(rank: int, world: int, layout: str) -> dict[Any, Traffic]:
 
     module.on_train_batch_start, module.on_train_batch_end = before, after  # type: ignore[method-assign]
     t.fit(module, DataLoader(Rows(), ROWS))
+    told = t.strategy.engine._context.describe()["sends in a step"]  # type: ignore[attr-defined]
     t.strategy.close()  # type: ignore[attr-defined]
-    return counts
+    return counts, told
 
 
 @pytest.fixture(scope="module")
@@ -207,7 +209,12 @@ def test_bytes_of_a_step(method: str, counts: Any) -> None:
     labels = Traffic(2, 2 * ROWS * shards.length * 8)
     numbers = Traffic(5, 16 + 16 + 8 + 16 + 8)
     for got in counts:
-        rest = dict(got[method])
+        counts_of, told = got[method]
+        assert told == f"{method}: {layers} calls, " + ", ".join(
+            f"{sum(t.bytes for (_, kind, when), t in want.items() if when == phase and kind != 'recv') / 1e6:.2f} MB "
+            f"{phase}" for phase in ("forward", "backward")
+        )
+        rest = dict(counts_of)
         for key, one in want.items():
             here = rest.pop(key)
             rest[key] = Traffic(here.calls - one.calls, here.bytes - one.bytes)

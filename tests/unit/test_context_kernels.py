@@ -182,7 +182,7 @@ def test_a_domain_is_the_neighbours_on_one_host() -> None:
 def test_auto_says_why_nothing_fits() -> None:
     with pytest.raises(ValueError, match="no attention method can do this: .*ring: attention dropout"):
         choose(
-            _methods(), AttentionShape(1, 4, 4, 8, 8), AttentionSpec(dropout_p=0.5), SequenceShards.of(64, 4)
+            _methods(), AttentionShape(1, 4, 4, 8, 8), AttentionSpec(dropout_p=1.5), SequenceShards.of(64, 4)
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -125,6 +126,27 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "heads": (lambda: F.scaled_dot_product_attention(QKV, QKV[:, :1], QKV[:, :1]), "need enable_gqa=True"),
 }
+
+
+def summed_and_divided(divisor: Callable[[Tensor], Any]) -> Any:
+    """A loss that is summed and divided by what `divisor` makes of labels, on one rank that has all tokens."""
+    cut = CutSequence(nn.Module(), AxisComm("cp", (0,), 0, None, Ledger()), "zigzag", asked)
+    cut.begin(TOKENS, ROWS)
+    with Routed(cut):
+        labels = torch.full((ROWS, TOKENS), 2)[:, 1:]
+        loss = F.cross_entropy(torch.zeros(ROWS * TOKENS, 5), labels.reshape(-1), reduction="sum")
+        return loss / divisor(labels)
+
+
+def test_a_number_of_tokens_that_cannot_be_told_is_refused() -> None:
+    targets = ROWS * (TOKENS - 1)
+    assert float(summed_and_divided(lambda y: (y != 3).sum())) == pytest.approx(math.log(5))
+    assert float(summed_and_divided(lambda y: (y != 3).sum().item())) == pytest.approx(math.log(5))
+    assert float(summed_and_divided(lambda y: 7)) == pytest.approx(math.log(5) * targets / 7)
+    with pytest.raises(ValueError, match="divided by 30, the number of tokens here"):
+        summed_and_divided(lambda y: y.numel())
+    with pytest.raises(ValueError, match=r"divided by 28.0, after a count .* read as a number \(27 here\)"):
+        summed_and_divided(lambda y: float((y != 3).sum()) + 1)
 
 
 @pytest.mark.parametrize("name", list(REFUSED))
