@@ -7,7 +7,7 @@ groups a method may use (`ContextGroups`), and the abstract method (`AttentionMe
     groups = ContextGroups.of(mesh)
     method_class = registry.load("parallax.attention", "ring")
     method_class.check(spec, heads=8, kv_heads=2, size=4, inner=1)       # before the first step, no communication
-    attend = method_class(groups)                                        # one for the model: it reuses its buffers
+    attend = method_class(groups)                                        # one for the model
     out = attend(q, k, v, spec, shards)                                  # every call
 """
 

@@ -1,39 +1,13 @@
-"""Memory for messages that is kept from call to call.
+"""Keys and values as one message, and memory for blocks on their way.
 
-It is: named scratch tensors, one per name, size and dtype, and the packing of keys and values into one message. It is
-not: memory for anything that outlives a call.
+It is: the packing, and scratch memory that lives as long as a call: kept between layers it would be idle while the most
+is needed elsewhere, and torch's allocators give the same blocks again. It is not: communication.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-
-from parallax.plugins.context.base import AttentionMethod, ContextGroups
-
-
-class Buffers:
-    """Scratch memory of one attention method, whose layers take turns."""
-
-    def __init__(self) -> None:
-        self._kept: dict[tuple[str, int, torch.dtype, torch.device], Tensor] = {}
-
-    def flat(self, name: str, numel: int, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """[numel] on the device of `like`, in its dtype or `dtype`: the same memory whenever asked for by this name."""
-        key = (name, numel, dtype or like.dtype, like.device)
-        if key not in self._kept:
-            for old in [k for k in self._kept if k[0] == name]:
-                del self._kept[old]  # lengths change rarely; what was for another is let go
-            self._kept[key] = like.new_empty(numel, dtype=key[2])
-        return self._kept[key]
-
-
-class BufferedMethod(AttentionMethod):
-    """A method whose calls share scratch memory."""
-
-    def __init__(self, groups: ContextGroups) -> None:
-        super().__init__(groups)
-        self._buffers = Buffers()
 
 
 class Pair:
@@ -58,3 +32,17 @@ class Pair:
     def add(self, columns: slice, dk: Tensor, dv: Tensor) -> None:
         self.k[:, :, columns] += dk
         self.v[:, :, columns] += dv
+
+
+class Scratch:
+    """Memory for further pairs like `own` within one call, by name."""
+
+    def __init__(self, own: Pair) -> None:
+        self._own = own
+        self._made: dict[str, Pair] = {}
+
+    def __call__(self, name: str, dtype: torch.dtype | None = None) -> Pair:
+        """The pair of this name, with whatever it holds; in the dtype of `own`, or `dtype`."""
+        if name not in self._made:
+            self._made[name] = self._own.like(torch.empty_like(self._own.flat, dtype=dtype))
+        return self._made[name]

@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
 from parallax.plugins.context.base import SequenceShards
-from parallax.plugins.context.buffers import Buffers
 from parallax.strategies.comm import AxisComm
 
 
@@ -76,25 +75,24 @@ def _views(flat: Tensor, shapes: list[tuple[int, ...]], size: int) -> list[Tenso
     return [part.view(size, *shape) for part, shape in zip(flat.split(widths, 1), shapes, strict=True)]
 
 
-def _to_heads(tensors: list[Tensor], exchange: Exchange, buffers: Buffers) -> list[Tensor]:
+def _to_heads(tensors: list[Tensor], exchange: Exchange) -> list[Tensor]:
     """Sequence shards to head shards; every tensor's heads are a multiple of the group's size."""
     size = exchange.comm.size
     shapes = [(x.shape[0], x.shape[1] // size, *x.shape[2:]) for x in tensors]
     numel = sum(x.numel() for x in tensors)
-    sent, got = (buffers.flat(name, numel, tensors[0]).view(size, -1) for name in ("sent", "got"))
+    sent, got = (tensors[0].new_empty(size, numel // size) for _ in range(2))
     for x, view in zip(tensors, _views(sent, shapes, size), strict=True):
         view.copy_(x.unflatten(1, (size, -1)).transpose(0, 1))
     exchange.comm.all_to_all_into(got, sent)
     return [exchange.merge(view) for view in _views(got, shapes, size)]
 
 
-def _to_sequence(tensors: list[Tensor], exchange: Exchange, buffers: Buffers) -> list[Tensor]:
+def _to_sequence(tensors: list[Tensor], exchange: Exchange) -> list[Tensor]:
     """Head shards to sequence shards: the inverse of `_to_heads`."""
     size = exchange.comm.size
     shapes = [(*x.shape[:2], exchange.local_rows, x.shape[-1]) for x in tensors]
     numel = sum(x.numel() for x in tensors)
-    sent = buffers.flat("sent", numel, tensors[0]).view(size, -1)
-    got = torch.empty_like(sent)  # not kept: with a batch of one the results are views of it
+    sent, got = (tensors[0].new_empty(size, numel // size) for _ in range(2))
     for x, view in zip(tensors, _views(sent, shapes, size), strict=True):
         exchange.split(x, view)
     exchange.comm.all_to_all_into(got, sent)
@@ -104,41 +102,41 @@ def _to_sequence(tensors: list[Tensor], exchange: Exchange, buffers: Buffers) ->
 class _ToHeads(Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, exchange: Exchange, buffers: Buffers
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, exchange: Exchange
     ) -> tuple[Tensor, Tensor, Tensor]:
         copies = replication(k.shape[1], exchange.comm.size)
-        ctx.rest = exchange, buffers, copies
+        ctx.rest = exchange, copies
         if copies > 1:
             k, v = k.repeat_interleave(copies, 1), v.repeat_interleave(copies, 1)
-        return cast(tuple[Tensor, Tensor, Tensor], tuple(_to_heads([q, k, v], exchange, buffers)))
+        return cast(tuple[Tensor, Tensor, Tensor], tuple(_to_heads([q, k, v], exchange)))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
-        exchange, buffers, copies = ctx.rest
-        dq, dk, dv = _to_sequence([dq, dk, dv], exchange, buffers)
+        exchange, copies = ctx.rest
+        dq, dk, dv = _to_sequence([dq, dk, dv], exchange)
         if copies > 1:
             dk, dv = dk.unflatten(1, (-1, copies)).sum(2), dv.unflatten(1, (-1, copies)).sum(2)
-        return dq, dk, dv, None, None
+        return dq, dk, dv, None
 
 
 class _ToSequence(Function):
     @staticmethod
-    def forward(ctx: Any, out: Tensor, exchange: Exchange, buffers: Buffers) -> Tensor:
-        ctx.rest = exchange, buffers
-        return _to_sequence([out], exchange, buffers)[0]
+    def forward(ctx: Any, out: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange = exchange
+        return _to_sequence([out], exchange)[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _to_heads([grad], *ctx.rest)[0], None, None
+        return _to_heads([grad], ctx.exchange)[0], None
 
 
-def to_heads(q: Tensor, k: Tensor, v: Tensor, exchange: Exchange, buffers: Buffers) -> tuple[Tensor, Tensor, Tensor]:
+def to_heads(q: Tensor, k: Tensor, v: Tensor, exchange: Exchange) -> tuple[Tensor, Tensor, Tensor]:
     """q [batch, heads, local, dim] -> [batch, heads / size, rows, dim]; k and v likewise, with heads replicated."""
-    return cast(tuple[Tensor, Tensor, Tensor], _ToHeads.apply(q, k, v, exchange, buffers))
+    return cast(tuple[Tensor, Tensor, Tensor], _ToHeads.apply(q, k, v, exchange))
 
 
-def to_sequence(out: Tensor, exchange: Exchange, buffers: Buffers) -> Tensor:
+def to_sequence(out: Tensor, exchange: Exchange) -> Tensor:
     """[batch, heads / size, rows, dim] -> [batch, heads, local, dim]."""
-    return cast(Tensor, _ToSequence.apply(out, exchange, buffers))
+    return cast(Tensor, _ToSequence.apply(out, exchange))

@@ -21,8 +21,8 @@ from typing import Any, cast
 from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
-from parallax.plugins.context.base import AttentionSpec, SequenceShards
-from parallax.plugins.context.buffers import BufferedMethod, Buffers, Pair
+from parallax.plugins.context.base import AttentionMethod, AttentionSpec, SequenceShards
+from parallax.plugins.context.buffers import Pair, Scratch
 from parallax.plugins.context.local import Gradients, Row, exact, tiles_of
 from parallax.plugins.context.tiles import Visible, sees
 from parallax.strategies.comm import AxisComm, Work
@@ -46,14 +46,14 @@ class _Ring(Function):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, spec: AttentionSpec, shards: SequenceShards,
-        comm: AxisComm, buffers: Buffers,
+        comm: AxisComm,
     ) -> Tensor:  # fmt: skip
         own, row, steps = Pair.pack(k, v), Row(q, spec), steps_of(spec, shards)
-        here, queries = own, shards.ranges(comm.index)
+        here, queries, scratch = own, shards.ranges(comm.index), Scratch(own)
         for step in range(steps):
             coming, work = here, None
             if step + 1 < steps:
-                coming = own.like(buffers.flat(f"keys {step % 2}", own.flat.numel(), k))
+                coming = scratch(f"keys {step % 2}")
                 work = comm.shift(here.flat, coming.flat, tag=_KEYS)
             keys = shards.ranges((comm.index - step) % comm.size)
             row.see(here.k, here.v, tiles_of(q, spec, queries, keys, shards.tokens))
@@ -61,53 +61,49 @@ class _Ring(Function):
             here = coming
         out, lse = row.finish(sinks, v.shape[-1])
         ctx.save_for_backward(q, own.flat, out, lse, sinks)
-        ctx.shapes, ctx.rest = (k.shape, v.shape), (spec, shards, comm, buffers)
+        ctx.shapes, ctx.rest = (k.shape, v.shape), (spec, shards, comm)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, flat, out, lse, sinks = ctx.saved_tensors
-        spec, shards, comm, buffers = ctx.rest
+        spec, shards, comm = ctx.rest
         own = Pair(flat, *ctx.shapes)
         gradients = Gradients(grad, q, out, lse, spec)
-        dk, dv = _go_round(gradients, own, steps_of(spec, shards), shards, comm, buffers)
+        dk, dv = _go_round(gradients, own, steps_of(spec, shards), shards, comm)
         dsinks = gradients.dsinks(sinks) if ctx.needs_input_grad[3] else None
-        return gradients.dq, dk, dv, dsinks, None, None, None, None
+        return gradients.dq, dk, dv, dsinks, None, None, None
 
 
 def _go_round(
-    gradients: Gradients, own: Pair, steps: int, shards: SequenceShards, comm: AxisComm, buffers: Buffers
+    gradients: Gradients, own: Pair, steps: int, shards: SequenceShards, comm: AxisComm
 ) -> tuple[Tensor, Tensor]:
     """The gradients of this rank's keys and values."""
-    spec, q, queries, numel = gradients.spec, gradients.q, shards.ranges(comm.index), own.flat.numel()
-    here, kept = own, steps > 1
-
-    def scratch(name: str) -> Pair:
-        return own.like(buffers.flat(name, numel, own.flat, exact(q)))
-
-    sums = scratch("grads 1") if kept else own.like(own.flat.new_empty(numel, dtype=exact(q)))  # of the block at hand
+    spec, q, queries = gradients.spec, gradients.q, shards.ranges(comm.index)
+    here, scratch = own, Scratch(own)
+    sums = scratch("grads 1", exact(q))  # of the block at hand
     sums.flat.zero_()
     incoming: Work | None = None
     for step in range(steps):
         last = step + 1 == steps
         coming, work = here, None
         if not last:
-            coming = own.like(buffers.flat(f"keys {step % 2}", numel, own.flat))
+            coming = scratch(f"keys {step % 2}")
             work = comm.shift(here.flat, coming.flat, tag=_KEYS)
         adding = _Adding(sums, incoming)
         keys = shards.ranges((comm.index - step) % comm.size)
         gradients.see(here.k, here.v, tiles_of(q, spec, queries, keys, shards.tokens), adding.add)
         adding.wait()
-        if kept:
+        if steps > 1:
             # onward with what the next rank computes with next; after the last step home, `step` ranks back
-            received = scratch(f"grads {step % 2}")
+            received = scratch(f"grads {step % 2}", exact(q))
             incoming = comm.shift(sums.flat, received.flat, distance=-step if last else 1, tag=_GRADS)
             sums = received
         _wait(work)
         here = coming
     _wait(incoming)
-    return sums.k.to(q.dtype, copy=kept), sums.v.to(q.dtype, copy=kept)  # scratch is used again
+    return sums.k.to(q.dtype), sums.v.to(q.dtype)
 
 
 class _Adding:
@@ -131,16 +127,16 @@ def _wait(work: Work | None) -> None:
 
 
 def ring_attention(
-    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, shards: SequenceShards, comm: AxisComm, buffers: Buffers
+    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, shards: SequenceShards, comm: AxisComm
 ) -> Tensor:
     """Attention of `q` over the sequence cut over `comm` as `shards` says; see `AttentionMethod.attend`."""
-    return cast(Tensor, _Ring.apply(q, k, v, spec.sinks, spec, shards, comm, buffers))
+    return cast(Tensor, _Ring.apply(q, k, v, spec.sinks, spec, shards, comm))
 
 
-class RingAttention(BufferedMethod):
+class RingAttention(AttentionMethod):
     """Any number of heads, keys and values of a neighbour at a time: memory and wire grow with s / c and kv heads."""
 
     name = "ring"
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, shards: SequenceShards) -> Tensor:
-        return ring_attention(q, k, v, spec, shards, self.groups.cp, self._buffers)
+        return ring_attention(q, k, v, spec, shards, self.groups.cp)

@@ -11,14 +11,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from parallax.plugins.context.base import AttentionSpec, ContextGroups, SequenceShards, check_spec
-from parallax.plugins.context.buffers import BufferedMethod
+from parallax.plugins.context.base import AttentionMethod, AttentionSpec, ContextGroups, SequenceShards, check_spec
 from parallax.plugins.context.exchange import Exchange, to_heads, to_sequence
 from parallax.plugins.context.ring import ring_attention
 from parallax.strategies.comm import AxisComm
 
 
-class HybridAttention(BufferedMethod):
+class HybridAttention(AttentionMethod):
     """Ulysses inside the inner group, ring across: the all-to-all stays in a fast domain, the ring is short."""
 
     name = "hybrid"
@@ -47,10 +46,10 @@ class HybridAttention(BufferedMethod):
         if shards not in self._exchanges:
             self._exchanges = {shards: Exchange(inner, shards, ring.index)}
         exchange, mine = self._exchanges[shards], q.shape[1] // inner.size
-        q, k, v = to_heads(q, k, v, exchange, self._buffers)
+        q, k, v = to_heads(q, k, v, exchange)
         spec = spec.of_heads(inner.index * mine, (inner.index + 1) * mine)
-        out = ring_attention(q, k, v, spec, shards.grouped(inner.size), ring, self._buffers)
-        return to_sequence(out, exchange, self._buffers)
+        out = ring_attention(q, k, v, spec, shards.grouped(inner.size), ring)
+        return to_sequence(out, exchange)
 
 
 class UlyssesAttention(HybridAttention):
