@@ -2,7 +2,7 @@
 
     python benchmarks/context.py                              # 4k and 8k tokens on 2 and 4 ranks
     python benchmarks/context.py --tokens 16384 --ranks 2
-    python benchmarks/context.py --save                       # also benchmarks/results/<date>-context.json
+    python benchmarks/context.py --save                       # also into benchmarks/results/<date>-context.json
 
 One causal attention, forward and backward, fp32, one thread a process. All sides of a row run in the same processes, in
 turn, in rounds; a ratio is the median over rounds of the ratio of that round, with its extremes. *ideal* is the step of
@@ -110,7 +110,7 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=500, help="seconds one row may take")
     for size, default in (("heads", 4), ("kv_heads", 4), ("dim", 32)):
         parser.add_argument(f"--{size}", type=int, default=default)
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/<date>-context.json")
+    parser.add_argument("--save", action="store_true", help="add to benchmarks/results/<date>-context.json")
     options, load = parser.parse_args(), os.getloadavg()[0]
 
     columns = ["tokens", "ranks", "side", "ms: median (quartiles)", "/ideal", "/floor", "CPU/floor", "/deepspeed",
@@ -129,8 +129,10 @@ def main() -> int:
     print(f"\n{line}\nlargest disagreement: {worst:.1e}")
     if options.save:
         path = HERE / "results" / f"{date.today()}-context.json"
+        runs = json.loads(path.read_text())["runs"] if path.exists() else []  # long tables are made in several runs
         head = {"command": ["python", "benchmarks/context.py", *sys.argv[1:]], "hardware": hardware() | {"load": load}}
-        path.write_text(json.dumps(head | {"results": results, "decoder": held}, indent=1) + "\n")
+        runs.append(head | {"results": results, "decoder": {str(options.tokens[0]): held}})
+        path.write_text(json.dumps({"runs": runs}, indent=1) + "\n")
     return int(worst > 1e-4)
 
 
