@@ -134,6 +134,11 @@ class ParallelPlugin(ABC):
     def begin(self, microbatch: int) -> None:
         """The user's step is called next, with the part of `microbatch`, the how-manieth `shard_batch` has made."""
 
+    @property
+    def completes_grads(self) -> bool:
+        """Whether the plugin has something to do in `finalize_grads`."""
+        return type(self).finalize_grads is not ParallelPlugin.finalize_grads
+
     def finalize_grads(self, model: nn.Module, *, mesh: Mesh) -> None:
         """Complete `param.grad` after the last backward and before the reduction over the data axis."""
 

@@ -139,6 +139,8 @@ def _read_token(token: str, words: Mapping[str, str]) -> dict[str, Any]:
 
 def _unknown_token(token: str, words: Mapping[str, str], sized: re.Match[str] | None) -> ValueError:
     shown = (*(f"{key}<n>" for key in SHORT), *words, "<key>=<value>")
+    if sized and sized[1].lower() in words:  # `fsdp2`: a word without a number
+        return unknown_name("layout token", token, shown, hint=sized[1].lower())
     if sized:  # `tt2`: look for the nearest key and keep the number
         near = nearest_name(sized[1], SHORT)
         return unknown_name("layout token", token, shown, hint=near and near + sized[2])

@@ -272,6 +272,7 @@ class ParallaxStrategy(StepStrategy):
     def _make_engine(self, module: nn.Module, *, training: bool) -> Engine:
         layout = self.mesh.layout
         data: DataEngine = registry.load("parallax.data_engines", layout.resolved_data_engine)()
+        data.completed_by_plugins = any(p.completes_grads for p in self._plugins)
         data.setup(
             module,
             self.optimizers[0] if training else None,

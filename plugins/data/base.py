@@ -62,12 +62,15 @@ class DataEngine(ABC):
 
     Between the first `backward` and `reduce()` every gradient of this rank is whole in `param.grad`, summed over
     the micro-batches, at every ZeRO stage. Whoever completes a gradient there writes into that tensor: to assign
-    another one fails under ZeRO-3, where torch compares it with the released, empty, weight.
+    another one fails under ZeRO-3, where torch compares it with the released, empty, weight. Where nobody does
+    (`completed_by_plugins` is False), an engine may reduce gradients as early as in `backward`.
     """
 
     name: ClassVar[str]
     zero_stages: ClassVar[tuple[int, ...]]
     """ZeRO stages this engine implements."""
+    completed_by_plugins: bool = True
+    """Whether a plugin completes gradients between `backward` and `reduce`; set before `setup`."""
 
     @classmethod
     @abstractmethod

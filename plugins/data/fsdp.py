@@ -4,8 +4,9 @@ It is: `torch.distributed.fsdp.fully_shard` on the blocks of the model, driven s
 flight, plugins find whole gradients, and norm, clipping, loss scale and fp32 main weights are those of the other
 engines. It is not: FSDP's own mixed precision, offloading or clipping.
 
-At zero_stage 3 the weights of a block are gathered for its forward and again for its backward, at 2 once a step: fewer
-bytes, more memory. Between steps a rank holds its share only, at both.
+At zero_stage 3 the weights of a block are gathered for its forward and again for its backward, and its gradients are
+reduced in each backward, or after the last one where a plugin has to complete them. At 2 weights are gathered and
+gradients reduced once a step: fewer bytes, more memory. Between steps a rank holds its share only, at both.
 """
 
 from __future__ import annotations
@@ -91,6 +92,7 @@ class FSDPEngine(DataEngine):
             group_of=groups.__getitem__,
             keep=layout.zero_stage == 2,
             prefetch=layout.pipeline_parallel_size == 1,
+            early=layout.zero_stage == 3 and not self.completed_by_plugins,
         )
         self.trained = {n: nn.Parameter(self.sharded.share(n)) if is_cut(p) else p for n, p in whole.items()}
         self._exchange(optimizer, {p: name for name, p in whole.items()})
@@ -124,7 +126,7 @@ class FSDPEngine(DataEngine):
         if self.sharded is None:
             raise ValueError("backward and step need an optimizer; this engine was set up without one (evaluation)")
         loss.backward()
-        self.sharded.show_gradients()
+        self.sharded.after_backward()
 
     @torch.no_grad()
     def reduce(self) -> None:

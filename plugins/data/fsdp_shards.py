@@ -41,6 +41,7 @@ class ShardedModule:
             model need, stay for the step in either case.
         prefetch: gather the next unit of a backward while one is computed; with several forwards in flight torch would
             gather the wrong one.
+        early: reduce a unit's gradients in every backward, else once, in `reduce`.
 
     Attributes:
         params: name in `module` -> torch's record of the sharded parameter. Scalars, which cannot be cut, have none.
@@ -56,10 +57,11 @@ class ShardedModule:
         group_of: Callable[[nn.Parameter], str],
         keep: bool,
         prefetch: bool,
+        early: bool,
     ) -> None:
         self._root: Any = _Root(module)
         self._units: list[Any] = [*units, self._root]
-        self._keep = keep
+        self._keep, self._early = keep, early
         before = dict(module.named_parameters(remove_duplicate=False))
         self._attributes = {name: dict(vars(p)) for name, p in before.items()}
         for param in before.values():
@@ -112,8 +114,8 @@ class ShardedModule:
         self._hold()
 
     def _hold(self) -> None:
-        """Until the next `reduce`: gradients stay whole, and so do the weights that are kept."""
-        self._root.set_requires_gradient_sync(False)
+        """Until the next `reduce`: gradients stay whole, unless early, and so do the weights that are kept."""
+        self._root.set_requires_gradient_sync(self._early)
         self._root.set_reshard_after_backward(not self._keep)
         self._root.set_reshard_after_backward(False, recurse=False)
 
@@ -126,16 +128,20 @@ class ShardedModule:
             self._root.reset_iter_state()
         return result
 
-    def show_gradients(self) -> None:
+    def after_backward(self) -> None:
         """Make the parameters that hold this rank's whole gradients the module's, where their weights are put away.
 
         Their memory is released, their shape is not; plugins write into `param.grad`.
         """
-        for record in self._comms:
+        for record in self._comms if not self._early else ():
             record._setattr_on_modules(record.unsharded_param)
 
     def reduce(self) -> None:
         """Sum the gradients of every unit over its group, each rank receiving its share, and put all weights away."""
+        if self._early:
+            for unit in self._units:
+                unit.reshard()
+            return
         self._root.set_requires_gradient_sync(True)
         self._root.set_reshard_after_backward(True)
         self._state._root_post_backward_final_callback()

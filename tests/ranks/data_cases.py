@@ -130,6 +130,12 @@ def make_engine(
     stage: int, module: nn.Module, optimizer: torch.optim.Optimizer | None, mesh: Mesh, **kwargs: Any
 ) -> DataEngine:
     engine: DataEngine = registry.load("parallax.data_engines", mesh.layout.resolved_data_engine)()
+    return attach(engine, module, optimizer, mesh, **kwargs)
+
+
+def attach(
+    engine: DataEngine, module: nn.Module, optimizer: torch.optim.Optimizer | None, mesh: Mesh, **kwargs: Any
+) -> DataEngine:
     engine.check(mesh.layout)
     kwargs.setdefault("owned", lambda name: True)
     engine.setup(module, optimizer, mesh=mesh, layout=mesh.layout, **kwargs)
