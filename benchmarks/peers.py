@@ -1,4 +1,4 @@
-"""The peers: the same step by plain torch, DistributedDataParallel, DeepSpeed, DTensor and torch's own pipelining.
+"""The peers: the same step by plain torch, DistributedDataParallel, FSDP2, DeepSpeed, DTensor and torch's pipelining.
 
 It is: one function a peer, each giving a `step()` that returns the loss (None on pipeline stages that have none). It
 is not: Lightning (`ours.py`).
@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from work import Work, build, global_batch, loss_fn, optimizer
 
 Step = Callable[[], float | None]
@@ -49,6 +50,18 @@ def torch_ddp(work: Work) -> Step:
     return plain_step(nn.parallel.DistributedDataParallel(build(work)), work)
 
 
+def torch_fsdp(work: Work, reshard: bool) -> Step:
+    """fully_shard on every block and on the whole; `reshard`: weights are let go of after each block's forward."""
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = build(work)
+    for part in (*model.blocks, model):
+        fully_shard(part, mesh=mesh, reshard_after_forward=reshard and part is not model)
+    return plain_step(model, work)
+
+
 def deepspeed_zero(work: Work, stage: int) -> Step:
     """Bare DeepSpeed at one ZeRO stage."""
     import deepspeed
@@ -79,7 +92,6 @@ def deepspeed_zero(work: Work, stage: int) -> Step:
 
 def torch_tp(work: Work) -> Step:
     """DTensor tensor parallelism over all ranks, the loss on sharded logits."""
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 
@@ -143,6 +155,8 @@ def torch_pp(work: Work) -> Step:
 PEERS: dict[str, Callable[[Work], Step]] = {
     "torch": torch_single,
     "torch-ddp": torch_ddp,
+    "torch-fsdp": lambda work: torch_fsdp(work, reshard=True),
+    "torch-fsdp-kept": lambda work: torch_fsdp(work, reshard=False),
     "deepspeed-zero1": lambda work: deepspeed_zero(work, 1),
     "deepspeed-zero2": lambda work: deepspeed_zero(work, 2),
     "deepspeed-zero3": lambda work: deepspeed_zero(work, 3),

@@ -37,6 +37,8 @@ COMPARISONS = {
     "dp2-zero1": (2, "deepspeed-zero1", "parallax:dp2 zero1"),
     "dp2-zero2": (2, "deepspeed-zero2", "parallax:dp2 zero2"),
     "dp2-zero3": (2, "deepspeed-zero3", "parallax:dp2 zero3"),
+    "dp2-fsdp": (2, "torch-fsdp", "parallax:dp2 fsdp"),
+    "dp2-fsdp-kept": (2, "torch-fsdp-kept", "parallax:dp2 zero2 fsdp"),
     "tp2": (2, "torch-tp", "parallax:tp2"),
     "pp2": (2, "torch-pp", "parallax:pp2 mb4 1f1b"),
 }

@@ -81,7 +81,7 @@ class FSDPEngine(DataEngine):
         from parallax.plugins.data.fsdp_shards import ShardedModule, is_cut
 
         check_optimizer(optimizer)
-        whole = trained_names(module, optimizer)
+        whole = {n: p for n, p in trained_names(module, optimizer).items() if p.numel()}
         one_dtype(whole)
         groups: dict[Tensor, str] = {p: averaged_over(name) for name, p in module.named_parameters()}
         self.sharded = ShardedModule(
