@@ -1,13 +1,14 @@
 """What FSDP sends in one step, as closed formulas over the parameters of a rank.
 
-It is: for each unit (a block, and the root for the rest) the gathering of its padded weights and one reduction of its
+It is: for each unit (a block, and the root for the rest) the gathering of its padded weights and the reduction of its
 gradients (Rajbhandari et al. 2020, section 7; Zhao et al. 2023, "PyTorch FSDP"). It is not: a count
 (`fsdp_traffic.py`).
 
 | stage | forward | backward | step |
 |---|---|---|---|
 | 2 | all-gather of each unit, once a step | | reduce-scatter of each unit |
-| 3 | all-gather of each unit for each micro-batch, of the root once a step | the units' again | the same |
+| 3, with tp or pp | all-gather of each unit for each micro-batch, of the root once a step | the units' again | the same |
+| 3 | the same | the same, and reduce-scatter of each unit and the root for each micro-batch | |
 
 A parameter is padded to equal parts along the dim it is cut along.
 """
@@ -48,6 +49,7 @@ def add_sharded(case: Case, out: Expected) -> None:
 
 
 def _add_unit(case: Case, out: Expected, names: Sequence[str], *, forward: int, backward: int) -> None:
+    layout = case.layout
     for axis in ("data", "edp"):
         here = [n for n in names if case.averaged_over[n] == axis and is_cut(case.model.get_parameter(n))]
         size, trained = case.mesh.size(axis), case.trained()
@@ -57,7 +59,9 @@ def _add_unit(case: Case, out: Expected, names: Sequence[str], *, forward: int, 
         out.add(axis, "all_gather", "forward", gathered, forward)
         out.add(axis, "all_gather", "backward", gathered, backward)
         if reduced := sum(_padded(case, n, size) for n in here if n in trained):
-            out.add(axis, "reduce_scatter", "step", reduced)
+            early = layout.zero_stage == 3 and layout.tensor_parallel_size == layout.pipeline_parallel_size == 1
+            phase, times = ("backward", case.microbatches) if early else ("step", 1)
+            out.add(axis, "reduce_scatter", phase, reduced, times)
 
 
 def _padded(case: Case, fqn: str, size: int) -> int:

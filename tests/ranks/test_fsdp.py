@@ -19,7 +19,8 @@ from parallax.plugins.data.fsdp import FSDPEngine
 from parallax.strategies.comm import Traffic
 from parallax.strategies.mesh import coordinates
 from parallax.strategies.verify.exact import KeepDouble
-from tests.parity.harness import GivenEnvironment, Lit, loader
+from parallax.strategies.verify.given import Given
+from tests.parity.harness import Lit, loader
 from tests.procs import run_ranks
 from tests.ranks import data_cases as cases
 from tests.ranks.data_cases import FSDP
@@ -40,7 +41,7 @@ BYTES = [
 def traffic_rank(rank: int, world: int) -> Any:
     found = {}
     for name, layout in BYTES:
-        strategy = ParallaxStrategy(layout, cluster_environment=GivenEnvironment(rank, world))
+        strategy = ParallaxStrategy(layout, cluster_environment=Given(rank, world))
         trainer = Trainer(
             strategy=strategy, accelerator="cpu", devices=world, max_steps=2, logger=False, enable_checkpointing=False,
             enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False, callbacks=[Count()],
