@@ -7,7 +7,7 @@ gradients (Rajbhandari et al. 2020, section 7; Zhao et al. 2023, "PyTorch FSDP")
 | stage | forward | backward | step |
 |---|---|---|---|
 | 2 | all-gather of each unit, once a step | | reduce-scatter of each unit |
-| 3, with tp or pp | all-gather of each unit for each micro-batch, of the root once a step | the units' again | the same |
+| 3 (tp, pp) | all-gather of each unit for each micro-batch, of the root once a step | the units' again | the same |
 | 3 | the same | the same, and reduce-scatter of each unit and the root for each micro-batch | |
 
 A parameter is padded to equal parts along the dim it is cut along.
