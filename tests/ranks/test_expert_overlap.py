@@ -44,7 +44,8 @@ class Watched(AxisComm):
 
 def block() -> Any:
     torch.manual_seed(3)
-    moe: Any = deepseek_v3().double().model.layers[2].mlp
+    model: Any = deepseek_v3().double()
+    moe = model.model.layers[2].mlp
     torch.nn.init.normal_(moe.experts.gate_up_proj, std=0.2)
     torch.nn.init.normal_(moe.experts.down_proj, std=0.2)
     return moe
