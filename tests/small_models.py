@@ -67,6 +67,10 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "beam": {"mlp_layer_types": ["dense", "sparse"]},  # as the next ones: two layers, one with experts
     "flint": {"mlp_only_layers": [0]},
     "step3p5": {"mlp_layer_types": ["dense", "sparse"]},
+    **dict.fromkeys(
+        ("qwen3_next", "qwen3_5_moe_text", "qwen3_5_text", "qwen4_exp_text"),
+        {"layer_types": ["linear_attention", "full_attention"]},
+    ),
     "diffllama": {"num_key_value_heads": 8},  # in two halves
     "dots3_note_text": {"per_layer_config": None},
     "ernie4_5_vl_moe_text": {"moe_intermediate_size": [16, 16]},

@@ -170,6 +170,18 @@ def write(rows: list[Row]) -> None:
     PAGE.write_text(before + BEGIN + "\n\n" + "\n".join(lines) + "\n\n" + END + after)
 
 
+def read() -> list[Row]:
+    """The rows of the table that is there."""
+    lines = PAGE.read_text().partition(BEGIN)[2].partition(END)[0].splitlines()
+    reasons = {f"({n})": text.replace("&lt;", "<") for n, text in re.findall(r"^(\d+)\. (.*)$", "\n".join(lines), re.M)}
+    rows = []
+    for line in lines[lines.index("|---" * (3 + len(COLUMNS)) + "|") + 1 :]:
+        if line.startswith("| "):
+            name, plan, cut, *cells = line.strip("| ").split(" | ")
+            rows.append(Row(name, plan, cut, dict(zip(COLUMNS, (reasons.get(c, c) for c in cells), strict=True))))
+    return rows
+
+
 def _cell(text: str, reasons: dict[str, int]) -> str:
     """`pass`, or the number of the reason below the table; names of single models do not make a reason of their own."""
     if text in (PASS, NO_PLAN):
@@ -185,9 +197,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "names", nargs="*", help="model types to try without writing; all, and write, when none is given"
     )
-    names = parser.parse_args(arguments).names
-    rows = sweep(names or architectures() + expert_architectures())
-    if not names:
+    parser.add_argument("--write", action="store_true", help="put the lines of these into the table that is there")
+    options = parser.parse_args(arguments)
+    rows = sweep(options.names or architectures() + expert_architectures())
+    if options.write and options.names:
+        new = {row.name: row for row in rows}
+        rows = [new.get(row.name, row) for row in read()]
+    if options.write or not options.names:
         write(rows)
     return 0
 

@@ -130,8 +130,8 @@ def _sizes(model: nn.Module, target: Target, config: Any, sharing: set[str]) -> 
     if target.style.kind not in CUTTING or target.style.kind is Kind.WIDE_NORM or target.part:
         return
     if (heads := shared_heads(model, target)) is not None:
-        known = next((n for n in ("num_key_value_heads", "num_kv_heads") if getattr(config, n, None) == heads), None)
-        yield Condition(known or f"heads of {where}", heads, is_heads=True, shares=True)
+        names = [n for n in ("num_key_value_heads", "num_kv_heads") if getattr(config, n, None) == heads]
+        yield Condition(names[0] if names else f"heads of {where}", heads, is_heads=True, shares=True)
         if not target.style.heads:
             return
     if (queries := query_heads(model, target)) is not None:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from torch import nn
 
 from parallax.plugins.tensor.attributes import cut_argument, read_size, write_size
+from parallax.plugins.tensor.embeddings import become_vocab_parallel, become_width_parallel
 from parallax.plugins.tensor.entry import SharedInput
 from parallax.plugins.tensor.heads import head_count, regroup, rotary_width, sharers
 from parallax.plugins.tensor.layers import (
@@ -18,11 +19,10 @@ from parallax.plugins.tensor.layers import (
     become_entering,
     become_mla_keys,
     become_row,
-    become_vocab_parallel,
-    become_width_parallel,
     sum_output,
 )
 from parallax.plugins.tensor.norms import become_per_head, become_wide_norm
+from parallax.plugins.tensor.plans import is_foreign
 from parallax.plugins.tensor.sequence import Sequence, install
 from parallax.plugins.tensor.sequence_plan import Trunk
 from parallax.plugins.tensor.shards import vocabulary
@@ -52,6 +52,7 @@ def convert(
     comm = mesh["tp"]
     streams = Streams(comm.index)
     sequence = Sequence(comm, streams) if trunk is not None else None
+    enters = trunk is not None and not is_foreign(model.get_submodule(f"{trunk.layers}.0"))
     siblings: dict[str, list[Target]] = {}
     done: set[object] = set()
     for target in targets.values():
@@ -68,7 +69,7 @@ def convert(
             place = sequence if scatters else None
             become_row(target.module, target.style, comm, streams, sequence=place, pieces=pieces)
         else:
-            _become_layer(model, target, comm)
+            _become_layer(model, target, comm, enters=enters)
     for owner, group in siblings.items():
         inside = trunk is not None and trunk.is_region(group[0].fqn)
         entry = SharedInput(comm, sum(not t.style.entered for t in group), inside)
@@ -105,10 +106,11 @@ def _become_part(model: nn.Module, target: Target, comm: AxisComm) -> None:
         cut_argument(target.module, target.part, head_count(model, target.fqn), comm)
 
 
-def _become_layer(model: nn.Module, target: Target, comm: AxisComm) -> None:
+def _become_layer(model: nn.Module, target: Target, comm: AxisComm, *, enters: bool) -> None:
+    """`enters`: the residual stream becomes shards on this rank."""
     module, kind = target.module, target.style.kind
     if kind is Kind.EMBEDDING:
-        become_vocab_parallel(module, comm, vocabulary(module, comm.size, comm.index))
+        become_vocab_parallel(module, comm, vocabulary(module, comm.size, comm.index), waits=enters)
     elif kind is Kind.EMBEDDING_WIDTH:
         become_width_parallel(module, comm)
     elif kind is Kind.MLA_KEYS:

@@ -245,6 +245,7 @@ KNOWN_PLANS: Mapping[str, Callable[[Any], Plan]] = MappingProxyType(
         "nemotron_h": _nemotron_h,
         "diffllama": _diffllama,
         "dory": _dory,
+        "inkling_text": lambda config: {"embed_tokens": "replicate"},  # it norms what it looks up
         **dict.fromkeys(("olmo2", "olmo3", "olmoe", "flex_olmo", "minimax_m2", "olmo_hybrid"), _wide_norms),
         **dict.fromkeys(("deepseek_v3", "axk1", "sarvam_mla", "youtu"), _latent),
         "qwen2_moe": _shared_expert("shared_expert"),

@@ -14,7 +14,6 @@ in nothing and get exactly zero gradients.
 from __future__ import annotations
 
 from functools import cache
-from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -150,40 +149,6 @@ def _class_on(base: type, kind: Kind) -> type[nn.Module]:
     return type(f"{mixin.__name__}Parallel{base.__name__}", (mixin, base), {})
 
 
-class VocabParallelEmbedding(nn.Embedding):
-    """`nn.Embedding` with this rank's rows [start, stop) of the vocabulary, padded to equal length.
-
-    Foreign ids give zero vectors here and their own rank's row after the all-reduce. An id outside the whole
-    vocabulary fails as it does in `nn.Embedding`.
-    """
-
-    comm: AxisComm
-    start: int
-    stop: int
-
-    def forward(self, input: Tensor) -> Tensor:
-        mine = (input >= self.start) & (input < self.stop)
-        known = (input >= 0) & (input < self.num_embeddings)
-        fallback = torch.where(known, torch.zeros_like(input), torch.full_like(input, -1))  # -1 fails the look-up
-        local = torch.where(mine, input - self.start, fallback)
-        out = F.embedding(local, self.weight, self._local_padding_idx())
-        return reduce_from_region(out.masked_fill(~mine.unsqueeze(-1), 0), self.comm)
-
-    def _local_padding_idx(self) -> int | None:
-        index = self.padding_idx
-        return index - self.start if index is not None and self.start <= index < self.stop else None
-
-
-class WidthParallelEmbedding(nn.Embedding):
-    """`nn.Embedding` with this rank's part of every vector, padded to equal length: ids -> [..., width], gathered."""
-
-    comm: AxisComm
-    width: int
-
-    def forward(self, input: Tensor) -> Tensor:
-        return gather_last_dim(F.embedding(input, self.weight, self.padding_idx), self.comm, self.width)
-
-
 class LatentKeys(nn.Linear):
     """The whole `kv_a_proj` of multi-head latent attention (DeepSeek-AI 2024, "DeepSeek-V2", section 2.1).
 
@@ -198,29 +163,6 @@ class LatentKeys(nn.Linear):
         out = super().forward(x)
         latent, rotary = out.split([out.shape[-1] - self.rotary, self.rotary], dim=-1)
         return torch.cat([latent, copy_to_region(rotary, self.comm)], dim=-1)
-
-
-@cache
-def _embedding_class(base: type) -> type[nn.Module]:
-    """`VocabParallelEmbedding`, below the forward of `base` when that is a scaled embedding."""
-    if base is nn.Embedding:
-        return VocabParallelEmbedding
-    return type(f"VocabParallel{base.__name__}", (base, VocabParallelEmbedding), {})
-
-
-@cache
-def _width_class(base: type) -> type[nn.Module]:
-    """`WidthParallelEmbedding`, likewise."""
-    if base is nn.Embedding:
-        return WidthParallelEmbedding
-    return type(f"WidthParallel{base.__name__}", (base, WidthParallelEmbedding), {})
-
-
-def become_width_parallel(module: nn.Module, comm: AxisComm) -> None:
-    """Turn an embedding whose weight is already local along its vectors into one that gathers them."""
-    width, base = int(module.embedding_dim), cast(type, type(module))  # type: ignore[arg-type]
-    module.__class__ = _width_class(base)
-    _set(module, comm=comm, width=width)
 
 
 def become_mla_keys(module: nn.Module, comm: AxisComm, rotary: int) -> None:
@@ -288,13 +230,6 @@ def become_row(
     if not style.whole_outside:
         setattr(module, width, whole // comm.size)
     _set(module, comm=comm, streams=streams, splits=style.whole_outside, sequence=sequence, pieces=pieces)
-
-
-def become_vocab_parallel(module: nn.Module, comm: AxisComm, rows: tuple[int, int]) -> None:
-    """Turn an embedding whose weight is already local into a vocabulary-parallel one holding `rows`."""
-    base: type = type(module)
-    module.__class__ = _embedding_class(base)
-    _set(module, comm=comm, start=rows[0], stop=rows[1])
 
 
 def _set(module: nn.Module, **attributes: object) -> None:

@@ -1,7 +1,7 @@
 """Logits of which every rank holds its own part of the vocabulary, and which look whole to the code that uses them.
 
 It is: a tensor subclass that reports the whole shape, carries this rank's piece, and connects both in autograd. What it
-can do without gathering is in `logits_ops.py`; for anything else it gathers itself and the operation sees the whole
+can do without gathering is in `logits_*.py`; for anything else it gathers itself and the operation sees the whole
 tensor: always right, and as expensive as logits that were never cut. It is not: DTensor (one dim of one kind of tensor
 is cut, and no operation is planned).
 
@@ -39,7 +39,7 @@ class VocabParallelLogits(Tensor):
     cut: VocabCut
     vocab_dim: int
     handlers: dict[Any, Handler] = {}
-    """Function -> what does it without gathering; filled by `logits_ops.py`."""
+    """Function -> what does it without gathering; filled through `logits_table.py`."""
 
     @staticmethod
     def make(piece: Tensor, cut: VocabCut, vocab_dim: int) -> VocabParallelLogits:

@@ -45,7 +45,7 @@ def collectives(
 ) -> tuple[Counter[str], Counter[str]]:
     """Collectives of one forward and one backward, by kind, without those of the loss.
 
-    All parameters are trained, and nothing is recomputed.
+    All parameters are trained, nothing is recomputed, and on shards the embedding's output enters the layers as it is.
     """
     forward: Counter[str] = Counter()
     backward: Counter[str] = Counter()
@@ -58,8 +58,10 @@ def collectives(
         inside = sharded is not None and sharded.is_region(fqn)
         if kind is Kind.COLUMN and not inside:
             outside.add(target.block)
-        forward["all-reduces"] += kind in (Kind.EMBEDDING, Kind.SUM_OUTPUT) or (kind is Kind.ROW and not inside)
-        forward["reduce-scatters"] += kind is Kind.ROW and inside
+        waits = kind is Kind.EMBEDDING and sharded is not None
+        forward["all-reduces"] += kind in (Kind.EMBEDDING, Kind.SUM_OUTPUT) and not waits
+        forward["all-reduces"] += kind is Kind.ROW and not inside
+        forward["reduce-scatters"] += waits or (kind is Kind.ROW and inside)
         forward["all-gathers"] += kind is Kind.EMBEDDING_WIDTH
         forward["all-gathers"] += kind is Kind.COLUMN and whole and id(target.module) not in heads
         backward["all-gathers"] += kind is Kind.ROW and (whole or inside)

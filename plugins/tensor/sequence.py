@@ -23,10 +23,11 @@ from parallax.plugins.tensor.chunked import scattered_product
 from parallax.plugins.tensor.entry import autocast_dtype, mark_gathered
 from parallax.plugins.tensor.overlap import GatherAgain, Gathering
 from parallax.plugins.tensor.plans import is_foreign
-from parallax.plugins.tensor.sequence_functions import Tokens, cut, gather, gather_to_region
+from parallax.plugins.tensor.sequence_functions import Tokens, cut, gather, gather_to_region, scatter_from_region
 from parallax.plugins.tensor.sequence_plan import Trunk
 from parallax.plugins.tensor.streams import Streams
 from parallax.plugins.tensor.swap import hidden_states, on_first, replaced, swap
+from parallax.plugins.tensor.unsummed import summand, summed
 from parallax.plugins.tensor.workspace import Workspace
 from parallax.strategies.comm import AxisComm
 
@@ -60,7 +61,9 @@ class Sequence:
     def enter(self, hidden: Tensor) -> Tensor:
         """The residual stream on this rank, from a whole one."""
         assert self.tokens is not None
-        return cut(hidden, self.tokens, self.comm)
+        if (part := summand(hidden)) is not None:  # straight from a vocabulary-parallel embedding
+            return scatter_from_region(part, self.tokens, self.comm, self.space)
+        return cut(summed(hidden), self.tokens, self.comm)
 
     def tokens_of(self, hidden: Tensor) -> Tokens:
         """What a layer's input holds: what a first call has noted on it, else the tokens under way."""

@@ -55,24 +55,28 @@ def _parity(rank: int, world: int, names: list[str]) -> dict[str, Counts]:
     return counts
 
 
-def _textbook(world: int, step: int, recomputed: bool = False) -> Counts:
+def _textbook(world: int, step: int, *, recomputed: bool = False, positions: bool = False) -> Counts:
     """Per layer, attention and MLP each gather and scatter in both directions, and gather their input once more.
 
-    Further, the embedding's all-reduce, the loss's (see test_tensor), the exit's gather, in backward the entry's, and
-    the head's gather and scatter. `step`: elements of norms and row biases, in one message. A recomputed layer gathers
+    Further, the embedding's scatter (an all-reduce where learned `positions` are added to it), the loss's messages (see
+    test_tensor), the exit's gather, in backward the entry's, and the head's gather and scatter. `step`: elements of
+    norms and row biases, in one message. A recomputed layer gathers
     twice and scatters once, the scatter after its MLP not being needed, and gathers nothing once more.
     """
     padded = -(-BATCH * SEQ // world) * world * HIDDEN * FP64
     losses = 3 * (BATCH * SEQ * 4 + BATCH * (SEQ - 1) * FP64)
     blocks = 2 * LAYERS
     counts = {
-        ("all_reduce", "forward"): (1 + 2 * 2, BATCH * SEQ * HIDDEN * FP64 + losses),
+        ("all_reduce", "forward"): (2 * 2, losses),
         ("all_gather", "forward"): (blocks + 1, (blocks + 1) * padded),
-        ("reduce_scatter", "forward"): (blocks, blocks * padded),
+        ("reduce_scatter", "forward"): (blocks + 1, (blocks + 1) * padded),
         ("all_gather", "backward"): (2 * blocks + 2, (2 * blocks + 2) * padded),
         ("reduce_scatter", "backward"): (blocks + 1, (blocks + 1) * padded),
         ("all_reduce", "step"): (1, step * FP64),
     }
+    if positions:
+        counts["all_reduce", "forward"] = (1 + 2 * 2, BATCH * SEQ * HIDDEN * FP64 + losses)
+        counts["reduce_scatter", "forward"] = (blocks, blocks * padded)
     if recomputed:
         counts["reduce_scatter", "backward"] = (blocks + 1 + LAYERS, (blocks + 1 + LAYERS) * padded)
     return counts
@@ -83,7 +87,9 @@ def test_two_ranks_equal_one_process_and_send_what_the_textbook_says() -> None:
     norms = (2 * LAYERS + 1) * HIDDEN
     for counts in run_ranks(2, _parity, names):
         assert counts["llama-bias"] == _textbook(2, norms + 2 * LAYERS * HIDDEN)
-        assert counts["gpt2"] == _textbook(2, 2 * norms + 2 * LAYERS * HIDDEN)
+        assert counts["gpt2"] == _textbook(2, 2 * norms + 2 * LAYERS * HIDDEN, positions=True)
+        scaled = counts["gemma2-eager"]["all_reduce", "forward"]
+        assert scaled == _textbook(2, norms)["all_reduce", "forward"], "a scaled embedding waits for its sum, too"
         assert counts["qwen3"] == _textbook(2, norms + LAYERS * 2 * 4)  # and the norms of its heads
         one = BATCH * SEQ * HIDDEN * FP64
         shards = wire_bytes("all_gather", one, 2) + wire_bytes("reduce_scatter", one, 2)
@@ -94,7 +100,7 @@ def test_four_ranks_pad_ten_tokens_to_twelve() -> None:
     norms = (2 * LAYERS + 1) * HIDDEN
     for counts in run_ranks(4, _parity, ["llama-tied", "gpt2", "modular"]):
         assert counts["llama-tied"] == _textbook(4, norms)
-        assert counts["gpt2"] == _textbook(4, 2 * norms + 2 * LAYERS * HIDDEN)
+        assert counts["gpt2"] == _textbook(4, 2 * norms + 2 * LAYERS * HIDDEN, positions=True)
 
 
 def _chunked(rank: int, world: int) -> dict[bool, Counts]:

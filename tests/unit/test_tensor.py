@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from parallax.plugins.base import ParamShard
 from parallax.plugins.tensor import TensorParallel
+from parallax.plugins.tensor.embeddings import VocabParallelEmbedding
 from parallax.plugins.tensor.entry import SharedInput
-from parallax.plugins.tensor.layers import VocabParallelEmbedding
 from parallax.plugins.tensor.plans import collect_rules, resolve
 from parallax.plugins.tensor.shards import shard
 from parallax.plugins.tensor.styles import Kind, parse_style
@@ -289,7 +289,7 @@ def test_sizes_say_what_the_forward_shows() -> None:
     assert gpt2.transformer.h[0].attn.split_size == HIDDEN // 2
     assert gpt2.transformer.h[0].attn.c_attn.nf == 3 * HIDDEN // 2
     assert report["sends"] == (
-        "per micro-batch forward 1 all-reduces, 4 reduce-scatters, 5 all-gathers; "
+        "per micro-batch forward 5 reduce-scatters, 5 all-gathers; "
         "backward 10 all-gathers, 5 reduce-scatters"
     )
     assert report["sequence"] == "sharded in model.layers"

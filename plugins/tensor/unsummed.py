@@ -1,0 +1,139 @@
+"""What a vocabulary-parallel embedding returns before the ranks' parts are summed, where its sum may wait.
+
+It is: a tensor subclass that looks like the sum and carries this rank's summand. On sequence shards the entry of the
+layers scatters it while summing: half of what an all-reduce sends (Korthikanti et al. 2022, section 4.2.2). Whatever
+else reads it (positions that are added, a norm, a dropout) sums it first, once. It is not: any part of the layers.
+
+Sizes, dtypes and devices are answered without summing, and a product with a number stays a summand, so that masks,
+rotary tables and scaled embeddings cost nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import Function
+from torch.utils import _pytree as pytree
+
+from parallax.plugins.tensor.functions import reduce_from_region
+from parallax.plugins.tensor.metadata import METADATA
+from parallax.strategies.comm import AxisComm
+
+_SCALING = frozenset(
+    {Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.mul, Tensor.div, Tensor.__truediv__, torch.div}
+)
+
+
+class Unsummed(Tensor):
+    """[..., h], the sum over ranks of `part`.
+
+    Attributes:
+        part: this rank's summand, without history; after the sum, the sum.
+        comm: the axis.
+        is_summed: whether the sum has been made.
+    """
+
+    part: Tensor
+    comm: AxisComm
+    is_summed: bool
+    _sum: Tensor | None
+
+    @staticmethod
+    def make(part: Tensor, comm: AxisComm) -> Unsummed:
+        out: Any = Tensor._make_wrapper_subclass(
+            Unsummed, part.shape, dtype=part.dtype, device=part.device, requires_grad=False
+        )
+        out.part, out.comm, out.is_summed, out._sum = part, comm, False, None
+        return cast(Unsummed, out)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        with torch._C.DisableTorchFunctionSubclass():
+            return f"Unsummed(shape={tuple(self.shape)}, dtype={self.dtype}, over {self.comm})"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            if func in METADATA or (func is Tensor.requires_grad_ and args[0].requires_grad):
+                return func(*args, **kwargs)
+            if func in _SCALING and not kwargs and (scaled := _scaled(func, *args)) is not None:
+                return scaled
+            return func(*pytree.tree_map(summed, args), **pytree.tree_map(summed, kwargs))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """What autograd itself does, below `__torch_function__`."""
+        return func(*pytree.tree_map(_values, args), **pytree.tree_map(_values, kwargs or {}))
+
+
+class _Wrap(Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, comm: AxisComm) -> Tensor:
+        return Unsummed.make(part.detach(), comm)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _Unwrap(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Unsummed) -> Tensor:
+        return x.part.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def unsummed(part: Tensor, comm: AxisComm) -> Tensor:
+    """The sum over ranks of `part`, which the caller has made and nobody else reads, when it is needed."""
+    return cast(Tensor, _Wrap.apply(part, comm))
+
+
+def summand(x: Tensor) -> Tensor | None:
+    """This rank's part of `x`, in its graph, if the sum has not been made; else None."""
+    if not isinstance(x, Unsummed) or x.is_summed:
+        return None
+    with torch._C.DisableTorchFunctionSubclass():
+        return cast(Tensor, _Unwrap.apply(x))
+
+
+def summed(x: Any) -> Any:
+    """`x` with the parts of all ranks. Collective the first time."""
+    if not isinstance(x, Unsummed):
+        return x
+    with torch._C.DisableTorchFunctionSubclass():
+        if not torch.is_grad_enabled():
+            return _values(x)
+        if x._sum is None:  # kept: what is changed in place is this tensor
+            part = _Unwrap.apply(x)
+            x._sum = part if x.is_summed else reduce_from_region(part, x.comm)
+            x.is_summed = True
+        return x._sum
+
+
+def _values(x: Any) -> Any:
+    """The summed values, without history."""
+    if not isinstance(x, Unsummed):
+        return x
+    if not x.is_summed:
+        x.comm.all_reduce(x.part)
+        x.is_summed = True
+    return x.part
+
+
+def _scaled(func: Any, *args: Any) -> Tensor | None:
+    """The product of a summand with a number; None when `args` are something else."""
+    x, factor = args if isinstance(args[0], Unsummed) else reversed(args)
+    numeric = isinstance(factor, (int, float)) or (
+        isinstance(factor, Tensor) and factor.dim() == 0 and not factor.requires_grad
+    )
+    if not isinstance(x, Unsummed) or not numeric or (args[0] is not x and func in (torch.div, Tensor.div)):
+        return None
+    part = summand(x)
+    return None if part is None else unsummed(func(part, factor), x.comm)
