@@ -2,7 +2,8 @@
 
     python benchmarks/tensor.py                            # 2 and 4 ranks
     python benchmarks/tensor.py --ranks 2 --rounds 5
-    python benchmarks/tensor.py --save                     # also benchmarks/results/<date>-tensor.json
+    python benchmarks/tensor.py --save                     # also benchmarks/results/<date>-tensor.json, whose other
+                                                           # numbers of ranks stay
 
 Every side trains the same decoder (RMS norms, rotary positions, gated MLP, no biases, untied head) from the same
 weights on the same batch with AdamW; losses must agree, or the numbers mean nothing. Parallax runs under Lightning's
@@ -145,7 +146,8 @@ def main() -> int:
     if options.save:
         path = HERE / "results" / f"{date.today()}-tensor.json"
         head = {"command": ["python", "benchmarks/tensor.py", *sys.argv[1:]], "hardware": hardware() | {"load": load}}
-        path.write_text(json.dumps(head | {"single": single, "results": results}, indent=1) + "\n")
+        before = json.loads(path.read_text())["results"] if path.exists() else {}
+        path.write_text(json.dumps(head | {"single": single, "results": before | results}, indent=1) + "\n")
     if max(gaps) > 1e-4:
         print("losses of both sides disagree: these numbers do not compare the same work")
     return int(max(gaps) > 1e-4)

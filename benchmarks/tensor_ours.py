@@ -88,6 +88,6 @@ def textbook(work: Work, *, sequence: bool) -> int:
     loss = 3 * tokens * 4  # the maximum, the sum and the target's logit of every token
     if not sequence:
         return 2 * (blocks + 1) * activation + loss
-    forward = 1 + (blocks + 1) + blocks
+    forward = 1 + (blocks + 1) + blocks  # the embedding, gathered inputs, scattered outputs
     backward = (2 * blocks + 2) + (blocks + 1)
     return (forward + backward) * activation + loss + (blocks + 1) * work.dim * 4

@@ -68,7 +68,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "flint": {"mlp_only_layers": [0]},
     "step3p5": {"mlp_layer_types": ["dense", "sparse"]},
     **dict.fromkeys(
-        ("qwen3_next", "qwen3_5_moe_text", "qwen3_5_text", "qwen4_exp_text"),
+        ("qwen3_next", "qwen3_5_moe_text", "qwen3_5_text"),
         {"layer_types": ["linear_attention", "full_attention"]},
     ),
     "diffllama": {"num_key_value_heads": 8},  # in two halves

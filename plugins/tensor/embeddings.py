@@ -40,7 +40,7 @@ class VocabParallelEmbedding(nn.Embedding):
         local = torch.where(mine, input - self.start, fallback)
         out = F.embedding(local, self.weight, self._local_padding_idx())
         out = out.masked_fill(~mine.unsqueeze(-1), 0)
-        return unsummed(out, self.comm) if self.waits else reduce_from_region(out, self.comm)
+        return out if self.waits else reduce_from_region(out, self.comm)
 
     def _local_padding_idx(self) -> int | None:
         index = self.padding_idx
@@ -57,12 +57,22 @@ class WidthParallelEmbedding(nn.Embedding):
         return gather_last_dim(F.embedding(input, self.weight, self.padding_idx), self.comm, self.width)
 
 
+class _Waiting(nn.Module):
+    """Mixin around embeddings whose sum over ranks may wait; scaling it commutes with the sum."""
+
+    comm: AxisComm
+
+    def forward(self, input: Tensor) -> Tensor:
+        return unsummed(super().forward(input), self.comm)
+
+
 @cache
-def _embedding_class(base: type) -> type[nn.Module]:
+def _embedding_class(base: type, waits: bool) -> type[nn.Module]:
     """`VocabParallelEmbedding`, below the forward of `base` when that is a scaled embedding."""
-    if base is nn.Embedding:
+    if base is nn.Embedding and not waits:
         return VocabParallelEmbedding
-    return type(f"VocabParallel{base.__name__}", (base, VocabParallelEmbedding), {})
+    bases = (*([_Waiting] if waits else []), *([] if base is nn.Embedding else [base]), VocabParallelEmbedding)
+    return type(f"VocabParallel{base.__name__}", bases, {})
 
 
 @cache
@@ -84,7 +94,7 @@ def become_width_parallel(module: nn.Module, comm: AxisComm) -> None:
 def become_vocab_parallel(module: nn.Module, comm: AxisComm, rows: tuple[int, int], *, waits: bool = False) -> None:
     """Turn an embedding whose weight is already local into a vocabulary-parallel one holding `rows`."""
     base: type = type(module)
-    module.__class__ = _embedding_class(base)
+    module.__class__ = _embedding_class(base, waits)
     parts: Any = module
     parts.comm, parts.waits = comm, waits
     parts.start, parts.stop = rows

@@ -216,6 +216,20 @@ def _shared_expert(name: str) -> Callable[[Any], Plan]:
     return lambda config: _gated_mlp(f"mlp.{name}")
 
 
+def _refused(pattern: str, reason: str) -> Callable[[Any], Plan]:
+    return lambda config: {pattern: f"refused: {reason}"}
+
+
+_HALVES = "the plan of transformers cuts gate and up, halves of one matrix, as if they were one"
+_COPIES = "these experts take tokens that were copied for each of them, not which token goes to which"
+_REFUSED: dict[str, Callable[[Any], Plan]] = {
+    **dict.fromkeys(
+        ("inkling_text", "inkling2_text", "inkling2_loop_text"), _refused("layers.*.mlp.experts.gate_up_proj", _HALVES)
+    ),
+    "llama4_text": _refused("model.layers.*.feed_forward.experts", _COPIES),  # its base has another name than it says
+}
+
+
 KNOWN_PLANS: Mapping[str, Callable[[Any], Plan]] = MappingProxyType(
     {
         "gpt2": _gpt2,
@@ -245,7 +259,7 @@ KNOWN_PLANS: Mapping[str, Callable[[Any], Plan]] = MappingProxyType(
         "nemotron_h": _nemotron_h,
         "diffllama": _diffllama,
         "dory": _dory,
-        "inkling_text": lambda config: {"embed_tokens": "replicate"},  # it norms what it looks up
+        **_REFUSED,
         **dict.fromkeys(("olmo2", "olmo3", "olmoe", "flex_olmo", "minimax_m2", "olmo_hybrid"), _wide_norms),
         **dict.fromkeys(("deepseek_v3", "axk1", "sarvam_mla", "youtu"), _latent),
         "qwen2_moe": _shared_expert("shared_expert"),

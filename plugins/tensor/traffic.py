@@ -16,6 +16,7 @@ Korthikanti et al. 2022, section 4.2.2):
 | on shards: a row layer | reduce-scatter of N' h | all-gather of N' h |
 | on shards: what every rank repeats | all-gather of N' h | all-gather of N' h |
 | on shards: entry, exit | all-gather (exit) | all-gather (entry) |
+| on shards: vocabulary embedding that the first layer reads | reduce-scatter of N' h | |
 | loss over a cut vocabulary | all-reduce of N and of 2 N numbers (3 N with label smoothing) | |
 """
 
@@ -99,7 +100,9 @@ def _add_call(sums: _Sums, target: Target, call: Call, *, is_head: bool) -> None
     kind, whole = target.style.kind, target.style.whole_outside
     inside = sums.trunk is not None and sums.trunk.is_region(target.fqn)
     result, hidden = call.outputs[0], call.inputs[0]
-    if kind in (Kind.EMBEDDING, Kind.SUM_OUTPUT):
+    if kind is Kind.EMBEDDING and _enters(sums, result):
+        sums.each("reduce_scatter", "forward", sums.rows(result))
+    elif kind in (Kind.EMBEDDING, Kind.SUM_OUTPUT):
         sums.each("all_reduce", "forward", result.bytes)
     if kind is Kind.EMBEDDING_WIDTH or (kind is Kind.COLUMN and whole and not is_head):
         sums.each("all_gather", "forward", sums.padded(result))
@@ -127,6 +130,13 @@ def _add_call(sums: _Sums, target: Target, call: Call, *, is_head: bool) -> None
     if kind is Kind.MLA_KEYS and result.grad:
         rotary = rotary_width(sums.case.model, target.fqn)
         sums.each("all_reduce", "backward", result.bytes // result.shape[-1] * rotary)
+
+
+def _enters(sums: _Sums, seen: Seen) -> bool:
+    """Whether the first layer, on this rank, reads just this tensor; ZeRO-3's hooks read it before."""
+    if sums.trunk is None or sums.case.layout.zero_stage == 3:
+        return False
+    return any(call.hidden.number == seen.number for _, call in _called(sums.case, f"{sums.trunk.layers}.0"))
 
 
 def _readers(case: Case, targets: Iterable[Target]) -> dict[str, dict[object, Seen]]:

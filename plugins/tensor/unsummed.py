@@ -4,8 +4,7 @@ It is: a tensor subclass that looks like the sum and carries this rank's summand
 layers scatters it while summing: half of what an all-reduce sends (Korthikanti et al. 2022, section 4.2.2). Whatever
 else reads it (positions that are added, a norm, a dropout) sums it first, once. It is not: any part of the layers.
 
-Sizes, dtypes and devices are answered without summing, and a product with a number stays a summand, so that masks,
-rotary tables and scaled embeddings cost nothing.
+Sizes, dtypes and devices are answered without summing, so that masks and rotary tables cost nothing.
 """
 
 from __future__ import annotations
@@ -20,10 +19,6 @@ from torch.utils import _pytree as pytree
 from parallax.plugins.tensor.functions import reduce_from_region
 from parallax.plugins.tensor.metadata import METADATA
 from parallax.strategies.comm import AxisComm
-
-_SCALING = frozenset(
-    {Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.mul, Tensor.div, Tensor.__truediv__, torch.div}
-)
 
 
 class Unsummed(Tensor):
@@ -58,8 +53,6 @@ class Unsummed(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if func in METADATA or (func is Tensor.requires_grad_ and args[0].requires_grad):
                 return func(*args, **kwargs)
-            if func in _SCALING and not kwargs and (scaled := _scaled(func, *args)) is not None:
-                return scaled
             return func(*pytree.tree_map(summed, args), **pytree.tree_map(summed, kwargs))
 
     @classmethod
@@ -125,15 +118,3 @@ def _values(x: Any) -> Any:
         x.comm.all_reduce(x.part)
         x.is_summed = True
     return x.part
-
-
-def _scaled(func: Any, *args: Any) -> Tensor | None:
-    """The product of a summand with a number; None when `args` are something else."""
-    x, factor = args if isinstance(args[0], Unsummed) else reversed(args)
-    numeric = isinstance(factor, (int, float)) or (
-        isinstance(factor, Tensor) and factor.dim() == 0 and not factor.requires_grad
-    )
-    if not isinstance(x, Unsummed) or not numeric or (args[0] is not x and func in (torch.div, Tensor.div)):
-        return None
-    part = summand(x)
-    return None if part is None else unsummed(func(part, factor), x.comm)
