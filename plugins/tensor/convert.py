@@ -22,7 +22,6 @@ from parallax.plugins.tensor.layers import (
     sum_output,
 )
 from parallax.plugins.tensor.norms import become_per_head, become_wide_norm
-from parallax.plugins.tensor.plans import is_foreign
 from parallax.plugins.tensor.sequence import Sequence, install
 from parallax.plugins.tensor.sequence_plan import Trunk
 from parallax.plugins.tensor.shards import vocabulary
@@ -52,7 +51,8 @@ def convert(
     comm = mesh["tp"]
     streams = Streams(comm.index)
     sequence = Sequence(comm, streams) if trunk is not None else None
-    enters = trunk is not None and not is_foreign(model.get_submodule(f"{trunk.layers}.0"))
+    # where stages or ZeRO-3's hooks stand between embedding and layers, they get the sum
+    enters = trunk is not None and mesh.layout.pipeline_parallel_size == 1 and mesh.layout.zero_stage < 3
     siblings: dict[str, list[Target]] = {}
     done: set[object] = set()
     for target in targets.values():
@@ -107,7 +107,7 @@ def _become_part(model: nn.Module, target: Target, comm: AxisComm) -> None:
 
 
 def _become_layer(model: nn.Module, target: Target, comm: AxisComm, *, enters: bool) -> None:
-    """`enters`: the residual stream becomes shards on this rank."""
+    """`enters`: an embedding's output goes straight to layers that cut it into shards."""
     module, kind = target.module, target.style.kind
     if kind is Kind.EMBEDDING:
         become_vocab_parallel(module, comm, vocabulary(module, comm.size, comm.index), waits=enters)
