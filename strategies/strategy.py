@@ -15,7 +15,7 @@ import torch
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import nn
+from torch import Tensor, nn
 
 from parallax.plugins import registry
 from parallax.plugins.base import ParallelPlugin, ParamShard
@@ -30,6 +30,7 @@ from parallax.strategies.announce import announce, summarize_sharded
 from parallax.strategies.assemble import assemble, averaged_lookup, make_plugins, owned_lookup, shard_lookup
 from parallax.strategies.deferred import Recording, deferred_init
 from parallax.strategies.engine import Engine
+from parallax.strategies.export import whole_state_dict
 from parallax.strategies.layout import Layout
 from parallax.strategies.other_lightning import hint
 from parallax.strategies.precision import ParallaxPrecision
@@ -153,6 +154,20 @@ class ParallaxStrategy(StepStrategy):
     def averaged_over(self, fqn: str) -> str:
         """The mesh group of ranks that hold replicas of parameter `fqn`: "data", or "edp" for experts."""
         return averaged_lookup(self._plugins)(fqn)
+
+    def whole_state_dict(self) -> dict[str, Tensor]:
+        """On rank 0 the state dict of the module as one process has it, on the CPU, with the experts of all ranks.
+
+        Empty on other ranks. Collective; within `Trainer.fit` and the like, where the ranks hold their parts.
+        """
+        assert self.lightning_module is not None
+        return whole_state_dict(
+            self.lightning_module,
+            self.engine.data,
+            mesh=self.mesh,
+            shard_of=self.shard_of,
+            averaged_over=self.averaged_over,
+        )
 
     def is_tied(self, fqn: str) -> bool:
         """Whether the parameter has a copy on the first and on the last pipeline stage."""
