@@ -1,20 +1,98 @@
-"""FSDP2 as the data engine: what a rank holds and when, and modules that are not tidy."""
+"""FSDP2 as the data engine: what it sends to the byte, what a rank holds and when, and modules that are not tidy."""
 
 from __future__ import annotations
 
+import math
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from lightning.pytorch import Trainer
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from parallax import ParallaxStrategy
 from parallax.plugins.data.base import Clip
 from parallax.plugins.data.fsdp import FSDPEngine
+from parallax.strategies.comm import Traffic
+from parallax.strategies.mesh import coordinates
+from parallax.strategies.verify.exact import KeepDouble
+from parallax.strategies.verify.given import Given
+from tests.parity.harness import Lit, loader
 from tests.procs import run_ranks
 from tests.ranks import data_cases as cases
 from tests.ranks.data_cases import FSDP
+from tests.ranks.test_traffic import Count
+
+# Bytes
+
+BYTES = [
+    ("plain", "dp4 fsdp"),
+    ("plain", "dp4 fsdp mb2"),
+    ("plain", "dp4 zero2 fsdp mb2"),
+    ("plain", "pp2 dp2 fsdp mb4"),
+    ("plain", "pp2 dp2 zero2 fsdp mb4"),
+    ("plain_moe", "dp4 ep2 fsdp"),
+]
+
+
+def traffic_rank(rank: int, world: int) -> Any:
+    found = {}
+    for name, layout in BYTES:
+        strategy = ParallaxStrategy(layout, cluster_environment=Given(rank, world))
+        trainer = Trainer(
+            strategy=strategy, accelerator="cpu", devices=world, max_steps=2, logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False, callbacks=[Count()],
+        )  # fmt: skip
+        module = Lit(name, torch.float32)
+        sizes = strategy.requested_layout.resolve(world).axis_sizes()
+        with KeepDouble() if name == "plain_moe" else nullcontext():
+            trainer.fit(module, loader(name, sizes["dp"], coordinates(rank, sizes)["dp"]))
+        counts, mesh = dict(strategy.mesh.ledger.counts), strategy.mesh
+        groups = {g: mesh.size(g) for g in ("data", "edp")}
+        over = {n: strategy.averaged_over(n) for n, _ in module.named_parameters()}
+        strategy.close()
+        found[name, layout] = counts, groups, [(n, tuple(p.shape), over[n]) for n, p in module.named_parameters()]
+    return found
+
+
+def padded(shape: tuple[int, ...], size: int) -> int:
+    """Elements of a parameter in a collective over `size` ranks: its rows filled up to a multiple of `size`."""
+    if shape[0] < size and any(length % size == 0 for length in shape):
+        return math.prod(shape)
+    return math.ceil(shape[0] / size) * size * math.prod(shape[1:])
+
+
+def test_bytes_are_those_of_the_formula() -> None:
+    """ZeRO-3: layers' weights gathered in each forward and backward, the rest once a step, gradients scattered in each
+    backward, or once where a pipeline may have to complete them. ZeRO-2: everything gathered once and scattered once.
+    """
+    for ranks in run_ranks(4, traffic_rank, timeout=100):
+        for (name, layout), (counts, groups, params) in ranks.items():
+            many = int(layout.split("mb")[1]) if "mb" in layout else 1
+            want: dict[tuple[str, str, str], list[Traffic]] = {}
+            for group, size in groups.items():
+                if size == 1:
+                    continue
+                ours = [(n, 4 * padded(shape, size)) for n, shape, over in params if over == group]
+                units: dict[str, int] = {}
+                for n, nbytes in ours:
+                    unit = n.split("layers.")[1].split(".")[0] if "layers." in n else "root"
+                    units[unit] = units.get(unit, 0) + nbytes
+                for unit, nbytes in units.items():
+                    keeps, early = unit == "root" or "zero2" in layout, "zero2" not in layout and "pp" not in layout
+                    forward, backward = (1, 0) if keeps else (many, many)
+                    for phase, times in (("forward", forward), ("backward", backward)):
+                        want.setdefault((group, "all_gather", phase), []).append(Traffic(times, times * nbytes))
+                    phase, times = ("backward", many) if early else ("step", 1)
+                    want.setdefault((group, "reduce_scatter", phase), []).append(Traffic(times, times * nbytes))
+            totals = {k: Traffic(sum(t.calls for t in ts), sum(t.bytes for t in ts)) for k, ts in want.items()}
+            got = {k: t for k, t in counts.items() if k[0] in groups and k[1] != "all_reduce"}
+            assert got == {k: t for k, t in totals.items() if t.calls}, f"{name} at {layout}"
+            assert counts["data", "all_reduce", "step"] == Traffic(1, 8), "the norm, and nothing else is reduced whole"
+
 
 # What a rank holds
 
