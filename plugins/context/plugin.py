@@ -82,8 +82,11 @@ class ContextParallel(ParallelPlugin):
         sequence.attentions = 0
         assert self._methods is not None
         self._methods.begin()
-        with Routed(sequence):
-            yield sequence.own
+        try:
+            with Routed(sequence):
+                yield sequence.own
+        finally:
+            sequence.end()
         self._report["sends in a step"] = self._methods.describe()
         if self._speaks and sequence.attentions:
             self._speaks = False

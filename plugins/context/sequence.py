@@ -76,9 +76,13 @@ class CutSequence:
             self.shards = SequenceShards.of(tokens, self.comm.size, self.order)
             self._positions.clear()
             self._chunks.clear()
-        self.rows, self.masks, self.tokens = rows, [], []
+        self.rows = rows
         self._owned.clear()
         return self.shards
+
+    def end(self) -> None:
+        """The step is over: its batch is let go of."""
+        self.masks, self.tokens = [], []
 
     def begin_microbatch(self, index: int) -> None:
         """The user's step is called now, with micro-batch `index`."""

@@ -20,7 +20,7 @@ from parallax.plugins.context.plans import read_batch
 from parallax.plugins.context.shards import SequenceShards
 from parallax.plugins.pipeline.captured import with_captured
 from parallax.strategies.theory import Attention, Call, Log, Loss, Seen, Trace
-from parallax.strategies.tree import tensors_of
+from parallax.strategies.tree import flatten, tensors_of, unflatten
 
 
 def local_tokens(batch: Any, plan: Any, size: int, order: str) -> tuple[Any, int]:
@@ -29,10 +29,10 @@ def local_tokens(batch: Any, plan: Any, size: int, order: str) -> tuple[Any, int
         return batch, 0
     found = read_batch(batch, plan)
     length = SequenceShards.of(found.tokens, size, order).local_length
-    leaves, spec = torch.utils._pytree.tree_flatten(batch)
+    leaves, spec = flatten(batch)
     for entry in found.entries:
         leaves[entry.at] = leaves[entry.at].narrow(entry.dim, 0, length)
-    return torch.utils._pytree.tree_unflatten(leaves, spec), found.tokens
+    return unflatten(leaves, spec), found.tokens
 
 
 def trace(module: LightningModule, batch: Any, ends: Collection[nn.Module], *, tokens: int, context: int) -> Trace:

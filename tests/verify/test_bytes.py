@@ -20,7 +20,7 @@ SCRIPT = str(Path(__file__).with_name("targets.py"))
 
 CASES = {
     "Lit": ["tp2 dp2 zero3", "tp2 pp2 sp1 zb_h1 mb4"],
-    "Gpt2": ["tp2 pp2 interleaved_1f1b v2 mb4", "cp2 dp2 ulysses zero2", "dp2 zero3 fsdp"],
+    "Gpt2": ["tp2 pp2 interleaved_1f1b v2 mb4", "cp2 dp2 ulysses zero2 mb2", "dp2 zero3 fsdp"],
     "Plain": ["tp2 cp2 all_gather mb2", "cp4 inner2 hybrid"],
     "Mixtral": ["tp2 dp2 ep2 zero1", "pp2 dp2 ep2 zero3"],
 }
