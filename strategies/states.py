@@ -1,7 +1,8 @@
-"""The part of the strategy that saves and restores what a rank holds, through the engine.
+"""The part of the strategy that says what a rank holds, and saves and restores it, through the engine.
 
-It is: Lightning's hooks for the states of module and optimizer, and for checkpoints at the same layout. It is not: the
-form of a checkpoint on disk (`checkpoint.py`) or of a data engine's states (`plugins/data/`).
+It is: how a rank's tensors sit in the whole ones, and Lightning's hooks for the states of module and optimizer and for
+checkpoints at the same layout. It is not: the form of a checkpoint on disk (`checkpoint.py`) or of a data engine's
+states (`plugins/data/`).
 """
 
 from __future__ import annotations
@@ -10,8 +11,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
+from parallax.plugins.base import ParallelPlugin, ParamShard
+from parallax.plugins.pipeline import PipelineParallel
 from parallax.strategies import checkpoint
+from parallax.strategies.assemble import averaged_lookup, shard_lookup
 from parallax.strategies.engine import Engine
+from parallax.strategies.export import whole_state_dict
 from parallax.strategies.processes import ProcessStrategy
 
 
@@ -21,6 +28,7 @@ class StateStrategy(ProcessStrategy):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._engine: Engine | None = None
+        self._plugins: list[ParallelPlugin] = []
 
     @property
     def engine(self) -> Engine:
@@ -28,6 +36,32 @@ class StateStrategy(ProcessStrategy):
         if self._engine is None:
             raise RuntimeError("the engine is not known before Trainer.fit (or validate, test, predict) has started")
         return self._engine
+
+    def shard_of(self, fqn: str) -> ParamShard | None:
+        """How this rank's tensor of parameter `fqn` sits in the whole one; None when it is whole and counts here."""
+        return shard_lookup(self._plugins)(fqn)
+
+    def averaged_over(self, fqn: str) -> str:
+        """The mesh group of ranks that hold replicas of parameter `fqn`: "data", or "edp" for experts."""
+        return averaged_lookup(self._plugins)(fqn)
+
+    def whole_state_dict(self) -> dict[str, Tensor]:
+        """On rank 0 the state dict of the module as one process has it, on the CPU, with the experts of all ranks.
+
+        Empty on other ranks. Collective; within `Trainer.fit` and the like, where the ranks hold their parts.
+        """
+        assert self.lightning_module is not None
+        return whole_state_dict(
+            self.lightning_module,
+            self.engine.data,
+            mesh=self.mesh,
+            shard_of=self.shard_of,
+            averaged_over=self.averaged_over,
+        )
+
+    def is_tied(self, fqn: str) -> bool:
+        """Whether the parameter has a copy on the first and on the last pipeline stage."""
+        return any(p.is_tied(fqn) for p in self._plugins if isinstance(p, PipelineParallel))
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:

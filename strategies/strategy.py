@@ -15,22 +15,20 @@ import torch
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor, nn
+from torch import nn
 
 from parallax.plugins import registry
-from parallax.plugins.base import ParallelPlugin, ParamShard
+from parallax.plugins.base import ParallelPlugin
 from parallax.plugins.data.base import DataEngine
 from parallax.plugins.launch import same_on_every_rank
 from parallax.plugins.launch.order import OrderOptions
-from parallax.plugins.pipeline import PipelineParallel
 from parallax.plugins.pipeline.catalog import Schedule, find_schedule, name_of
 from parallax.plugins.pipeline.partition import Asked
 from parallax.strategies import callbacks, recompute, refusals
 from parallax.strategies.announce import announce, summarize_sharded
-from parallax.strategies.assemble import assemble, averaged_lookup, make_plugins, owned_lookup, shard_lookup
+from parallax.strategies.assemble import assemble, averaged_lookup, make_plugins, owned_lookup
 from parallax.strategies.deferred import Recording, deferred_init
 from parallax.strategies.engine import Engine
-from parallax.strategies.export import whole_state_dict
 from parallax.strategies.layout import Layout
 from parallax.strategies.other_lightning import hint
 from parallax.strategies.precision import ParallaxPrecision
@@ -130,7 +128,6 @@ class ParallaxStrategy(StepStrategy):
             "cp": {"plan": cp_plan},
         }
         self._recording: Recording | None = None
-        self._plugins: list[ParallelPlugin] = []
 
     def __repr__(self) -> str:
         """Says whose strategy it is: the Trainer of another package, which refuses it, prints this."""
@@ -146,32 +143,6 @@ class ParallaxStrategy(StepStrategy):
     def precision_plugin(self, plugin: Precision | None) -> None:
         with same_on_every_rank():
             self._precision_plugin = None if plugin is None else ParallaxPrecision.from_lightning(plugin)
-
-    def shard_of(self, fqn: str) -> ParamShard | None:
-        """How this rank's tensor of parameter `fqn` sits in the whole one; None when it is whole and counts here."""
-        return shard_lookup(self._plugins)(fqn)
-
-    def averaged_over(self, fqn: str) -> str:
-        """The mesh group of ranks that hold replicas of parameter `fqn`: "data", or "edp" for experts."""
-        return averaged_lookup(self._plugins)(fqn)
-
-    def whole_state_dict(self) -> dict[str, Tensor]:
-        """On rank 0 the state dict of the module as one process has it, on the CPU, with the experts of all ranks.
-
-        Empty on other ranks. Collective; within `Trainer.fit` and the like, where the ranks hold their parts.
-        """
-        assert self.lightning_module is not None
-        return whole_state_dict(
-            self.lightning_module,
-            self.engine.data,
-            mesh=self.mesh,
-            shard_of=self.shard_of,
-            averaged_over=self.averaged_over,
-        )
-
-    def is_tied(self, fqn: str) -> bool:
-        """Whether the parameter has a copy on the first and on the last pipeline stage."""
-        return any(p.is_tied(fqn) for p in self._plugins if isinstance(p, PipelineParallel))
 
     @property
     def ep_plan(self) -> Mapping[str, str] | None:
