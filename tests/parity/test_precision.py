@@ -13,11 +13,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from parallax.strategies.layout import Layout
 from tests.parity import harness, reference
 from tests.procs import run_ranks
 
 LAYOUTS = ["tp2 pp2 mb2", "pp2 dp2 zero1 mb2", "tp2 dp2 zero3", "cp2 dp2 zero1 mb2"]
-SCALE = 2.0**22  # too large for fp16: the first steps overflow
+SCALE = 2.0**23  # too large for fp16: the first steps overflow
+
+
+def data_ranks(layout: str) -> int:
+    """Ranks whose gradients are averaged (dp x cp): in flight they are that many times one process's."""
+    sizes = Layout.parse(layout).axis_sizes()
+    return sizes["dp"] * sizes["cp"]
 
 
 def all_layouts(rank: int, world: int, name: str) -> Any:
@@ -26,8 +33,8 @@ def all_layouts(rank: int, world: int, name: str) -> Any:
         for precision in ("bf16-mixed", "bf16-true"):
             options = {"precision": precision}
             out[layout, precision] = harness.train_rank(rank, world, name, torch.float32, layout, options)
-        options = {"precision": "16-mixed"}
-        out[layout, "16-mixed"] = harness.train_rank(rank, world, name, torch.float32, layout, options, SCALE)
+        options, scale = {"precision": "16-mixed"}, SCALE / data_ranks(layout)
+        out[layout, "16-mixed"] = harness.train_rank(rank, world, name, torch.float32, layout, options, scale)
     return out
 
 
@@ -73,15 +80,13 @@ def test_bf16_true(layout: str, runs: Any) -> None:
 @pytest.mark.limit(240)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_16_mixed_scales_the_loss_as_gradscaler_does(layout: str, runs: Any) -> None:
-    # A data rank's loss is averaged over ranks later, so its gradients in flight are dp times one process's.
-    dp = 2 if "dp2" in layout else 1
-    own, scale = reference.train_fp16_mixed("llama", SCALE * dp)
+    own, scale = reference.train_fp16_mixed("llama", SCALE)
     skipped = [not (norm < float("inf")) for norm in own.norms]
     assert 0 < sum(skipped) < len(skipped), "some steps must overflow and some must not for the test to mean anything"
     ranks = [r[layout, "16-mixed"] for r in runs]
     for run, _, last in ranks:
         assert [not (norm < float("inf")) for norm in run.norms] == skipped
-        assert last * dp == scale
+        assert last * data_ranks(layout) == scale
         good = [i for i, s in enumerate(skipped) if not s]
         assert [run.norms[i] for i in good] == pytest.approx([own.norms[i] for i in good], rel=1e-2)
         assert run.losses == pytest.approx(own.losses, rel=2e-3)
