@@ -210,17 +210,12 @@ class FSDPEngine(DataEngine):
         """The optimizer's state dict over this rank's shares and, for narrow ones, their fp32 copies in its order."""
         if self.optimizer is None:
             return {}
-        masters = list(self.masters.pairs.values())
-        return dict(cloned({"optimizer": self.optimizer.state_dict(), "masters": masters}))
+        return self.masters.saved(self.optimizer)
 
-    @torch.no_grad()
     def load_optimizer_state(self, state: dict[str, Any]) -> None:
         if self.optimizer is None:
             return
-        self.optimizer.load_state_dict(state["optimizer"])
-        for master, saved in zip(self.masters.pairs.values(), state["masters"], strict=True):
-            master.copy_(saved)
-        self.masters.write_back()
+        self.masters.load(self.optimizer, state)
 
     @classmethod
     def traffic(cls, case: Case, out: Expected) -> None:

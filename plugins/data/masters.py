@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from parallax.plugins.data.base import WIDE
+from parallax.plugins.data.state import cloned
 
 
 class MasterWeights:
@@ -55,6 +56,18 @@ class MasterWeights:
         """Take the masters from the model's parameters."""
         for param, master in self.pairs.items():
             master.copy_(param)
+
+    def saved(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Copies of the optimizer's state dict and of the masters, in its order."""
+        return dict(cloned({"optimizer": optimizer.state_dict(), "masters": list(self.pairs.values())}))
+
+    @torch.no_grad()
+    def load(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """Take back what `saved` gave, and round the masters into the model's parameters."""
+        optimizer.load_state_dict(state["optimizer"])
+        for master, saved in zip(self.pairs.values(), state["masters"], strict=True):
+            master.copy_(saved)
+        self.write_back()
 
 
 def _widened(state: Any) -> Any:
