@@ -13,8 +13,8 @@ twice: with the same unfused attention for the comparison with Megatron, with to
 Sides run in turn, in rounds. A ratio is Parallax over peer: the median over rounds of the ratio of medians, with its
 extremes; *CPU* is of processor seconds of all ranks, which on a busy machine say more than the clock. *kept* is what
 autograd saves of one forward on the largest rank, in bytes, parameters left out, *share* that over 1/ranks of what one
-process keeps with the same attention. *calls* are gloo collectives of a step. Parallax's *bytes* are what its ledger
-counted on the tensor axis over the textbook's (docs/tensor.md).
+process keeps with the same attention, *formula* that over what the paper's accounting gives (docs/tensor.md). *calls*
+are gloo collectives of a step. Parallax's *bytes* are what its ledger counted on the tensor axis over the textbook's.
 """
 
 from __future__ import annotations
@@ -110,6 +110,7 @@ def line(
         ratio(ours, theirs, "cpu"),
         f"{ours[0]['kept'] / 2**20:.1f} / {theirs[0]['kept'] / 2**20:.1f} = {ours[0]['kept'] / theirs[0]['kept']:.2f}",
         f"{ours[0]['kept'] * world / alone:.2f}",
+        f"{ours[0]['kept'] / ours[0]['formula']:.3f}",
         f"{ours[0]['calls']} / {theirs[0]['calls']}",
         f"{ours[0]['bytes']:.4f}",
         f"{gap:.0e}",
@@ -133,8 +134,8 @@ def main() -> int:
 
     load = os.getloadavg()[0]
     single = {kind: run_side(f"parallax {kind}", 1, options) for kind in ("unfused", "fused")}
-    print("| | ranks | Parallax ms | peer ms | time | CPU | kept MiB | share | calls | bytes | loss gap |")
-    print("|---|---|---|---|---|---|---|---|---|---|---|", flush=True)
+    print("| | ranks | Parallax ms | peer ms | time | CPU | kept MiB | share | formula | calls | bytes | loss gap |")
+    print("|---|---|---|---|---|---|---|---|---|---|---|---|", flush=True)
     results, gaps = {}, []
     for world in options.ranks:
         found = compare(world, options.only, options)

@@ -1,4 +1,4 @@
-"""Parallax's side of `tensor.py`: the decoder under Lightning's Trainer, and its ledger against the textbook."""
+"""Parallax's side of `tensor.py`: the decoder under Lightning's Trainer, its ledger and its memory against formulas."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from tensor_worker import Kept, Meter, count_calls
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
-from work import Work, global_batch, loss_fn, optimizer
+from work import Attention, Work, global_batch, loss_fn, optimizer
 
 import parallax
 
@@ -47,6 +47,7 @@ class Watch(L.Callback):
 
 def train(work: Work, meter: Meter, model: nn.Module, layout: str) -> None:
     """Fill `meter`."""
+    fused = type(model.blocks[0].attn) is Attention
     strategy = parallax.ParallaxStrategy(layout)
     trainer = L.Trainer(
         accelerator="cpu",
@@ -71,6 +72,7 @@ def train(work: Work, meter: Meter, model: nn.Module, layout: str) -> None:
     with kept():
         loss = loss_fn(module.model(tokens), targets)
     meter.kept = kept.bytes
+    meter.formula = accounting(work, strategy.mesh.size("tp"), sequence="sp1" in layout, fused=fused)
     loss.backward()
 
     def step() -> None:
@@ -91,3 +93,16 @@ def textbook(work: Work, *, sequence: bool) -> int:
     forward = 1 + (blocks + 1) + blocks  # the embedding, gathered inputs, scattered outputs
     backward = (2 * blocks + 2) + (blocks + 1)
     return (forward + backward) * activation + loss + (blocks + 1) * work.dim * 4
+
+
+def accounting(work: Work, ranks: int, *, sequence: bool, fused: bool) -> float:
+    """Bytes that one forward keeps on a rank, by the count of Korthikanti et al. (2022), section 4, over this decoder's
+    own operations: no dropout, a gated MLP, fp32, RMS norms that keep their input and the normalised input."""
+    tokens = work.batch * work.seq
+    stream = tokens * work.dim / (ranks if sequence else 1)
+    heads, ffn = tokens * work.dim / ranks, tokens * work.ffn / ranks
+    scores = 0 if fused else work.batch * work.heads * work.seq**2 / ranks
+    # two norms and what reads them; query, key, value and their result; gate, its activation, up and their product
+    layer = 6 * stream + 4 * heads + scores + 4 * ffn
+    head = 3 * stream + tokens * work.vocab / ranks  # the last norm, what reads it, and the loss's exponentials
+    return 4 * (work.layers * layer + head)

@@ -62,6 +62,7 @@ class Meter:
         self.cpu: list[float] = []
         self.losses: list[float] = []
         self.kept, self.calls = 0, 0
+        self.formula = 1.0
         self.bytes = 1.0
         self._last = (0.0, 0.0)
 
@@ -84,7 +85,7 @@ class Meter:
         cpu = [sum(step) for step in zip(*(r["cpu"] for r in ranks), strict=True)]
         kept = max(r["kept"] for r in ranks)
         return {"seconds": self.seconds, "cpu": cpu, "losses": self.losses, "kept": kept, "calls": self.calls,
-                "bytes": self.bytes}  # fmt: skip
+                "bytes": self.bytes, "formula": self.formula}  # fmt: skip
 
 
 def count_calls(step: Callable[[], object]) -> int:

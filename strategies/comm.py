@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parallax.strategies.gloo import Scattering, is_gloo
+
 # torch 2.13 renamed it and warns about the old name.
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -194,7 +196,12 @@ class AxisComm:
             out.view(-1).copy_(tensor.reshape(-1))
             return None
         with self._named("reduce_scatter", nbytes(tensor)):
-            work = _REDUCE_SCATTER(out.view(-1), tensor.view(-1), group=self.group, async_op=async_op)
+            if is_gloo(self.group, tensor):
+                work = Scattering(out.view(-1), tensor.view(self.size, -1), self.group)
+                if not async_op:
+                    work.wait()
+            else:
+                work = _REDUCE_SCATTER(out.view(-1), tensor.view(-1), group=self.group, async_op=async_op)
         return named_work(work, self, "reduce_scatter") if async_op else None
 
     def all_to_all_into(

@@ -7,10 +7,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer
 
 from parallax import ParallaxStrategy
-from parallax.strategies.comm import Traffic, wire_bytes
+from parallax.strategies.comm import AxisComm, Ledger, Traffic, wire_bytes
 from parallax.strategies.mesh import coordinates
 from parallax.strategies.verify.given import Given
 from tests.parity.harness import Lit, loader
@@ -82,6 +83,25 @@ def test_wire_bytes_are_the_ring_algorithms() -> None:
     assert wire_bytes("all_gather", 8_000, 4) == wire_bytes("reduce_scatter", 8_000, 4) == 6_000
     assert wire_bytes("send", 8_000, 4) == 8_000
     assert wire_bytes("all_reduce", 8_000, 1) == 0
+
+
+def scattered_rank(rank: int, world: int, dtype: torch.dtype) -> None:
+    comm = AxisComm("tp", range(world), rank, dist.group.WORLD, Ledger())
+    whole = [torch.arange(6 * world, dtype=torch.float64).reshape(-1, 2) * (r + 1) - 7 for r in range(world)]
+    want = torch.stack(whole).sum(0).chunk(world)[rank].to(dtype)
+    for async_op in (False, True):
+        out, mine = torch.empty(3, 2, dtype=dtype), whole[rank].to(dtype)
+        with torch.profiler.profile() as found:
+            work = comm.reduce_scatter_into(out, mine, async_op=async_op)
+            if work is not None:
+                work.wait()
+        assert torch.equal(out, want) and torch.equal(mine, whole[rank].to(dtype))
+        assert {e.name for e in found.events() if e.name.startswith("gloo:")} == {"gloo:all_to_all"}
+
+
+def test_a_reduce_scatter_over_gloo_sends_no_more_than_one() -> None:
+    """gloo's own is an all-reduce, twice the bytes."""
+    run_ranks(3, scattered_rank, torch.bfloat16)
 
 
 def zero_rank(rank: int, world: int) -> Any:
