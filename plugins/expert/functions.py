@@ -7,6 +7,7 @@ the copy of each token to its experts' rows, and the weighted sum that undoes it
 |  | forward | backward |
 |---|---|---|
 | `send`, `receive` | all-to-all, begun and waited for | the same with the splits swapped, `receive` begins it |
+| `regroup` | rows in another order | back in the order they had |
 | `spread` | row of its token for every (token, choice) pair | sum over a token's choices |
 | `weighted_sum` | sum over a token's choices, each times its weight | the mirror image, and the weights' gradient |
 """
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
-from parallax.plugins.expert.routing import Order, Splits
+from parallax.plugins.expert.routing import Order, Permutation, Splits
 from parallax.strategies.comm import AxisComm, Work
 
 
@@ -78,11 +79,23 @@ class _Receive(Function):
         return grad, None  # in the place of the gradient that is on its way, which has another shape
 
 
+class _Regroup(Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Permutation) -> Tensor:
+        ctx.order = order
+        return rows.index_select(0, order.there)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.index_select(0, ctx.order.back), None
+
+
 class _Spread(Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, order: Order) -> Tensor:
         ctx.order = order
-        return hidden[order.tokens]
+        return hidden.index_select(0, order.tokens)
 
     @staticmethod
     @once_differentiable
@@ -102,7 +115,7 @@ class _WeightedSum(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         rows, weights = ctx.saved_tensors
         order: Order = ctx.order
-        tokens = grad[order.tokens]
+        tokens = grad.index_select(0, order.tokens)
         of_rows = tokens * weights.flatten()[order.pairs].unsqueeze(-1)
         of_weights = torch.zeros(weights.numel(), dtype=weights.dtype, device=weights.device)
         of_weights[order.pairs] = (tokens * rows).sum(-1).to(weights.dtype)
@@ -117,6 +130,11 @@ def send(rows: Tensor, transit: Transit) -> Tensor:
 def receive(moving: Tensor, transit: Transit) -> Tensor:
     """Rows [received, h] grouped by the rank they come from."""
     return cast(Tensor, _Receive.apply(moving, transit))
+
+
+def regroup(rows: Tensor, order: Permutation) -> Tensor:
+    """Rows [n, h] in the order `order.there`."""
+    return cast(Tensor, _Regroup.apply(rows, order))
 
 
 def spread(hidden: Tensor, order: Order) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import ceil
 
 import torch
@@ -28,27 +29,57 @@ class Splits:
 
 
 @dataclass(frozen=True)
+class Permutation:
+    """An order of rows and the one that undoes it: `rows[there][back]` are `rows`."""
+
+    there: Tensor
+    back: Tensor
+
+    def swapped(self) -> Permutation:
+        return Permutation(self.back, self.there)
+
+
+def by_value(values: Tensor) -> Permutation:
+    """The order by `values`, of equals the first first."""
+    there = torch.argsort(values, stable=True)
+    back = torch.empty_like(there)
+    back[there] = torch.arange(len(there), device=there.device)
+    return Permutation(there, back)
+
+
+@dataclass(frozen=True)
 class Order:
     """The (token, choice) pairs that are sent, in the order of sending: by expert, then by token.
 
     Attributes:
-        pairs: index of each sent pair in the flattened [tokens, k] choices.
+        all_pairs: the order of the flattened [tokens, k] choices; those that are not sent come last.
+        sent: how many are.
         num_tokens, top_k: shape of the choices.
     """
 
-    pairs: Tensor
+    all_pairs: Permutation
+    sent: int
     num_tokens: int
     top_k: int
 
     @property
+    def pairs(self) -> Tensor:
+        """Index of each sent pair."""
+        return self.all_pairs.there[: self.sent]
+
+    @cached_property
     def tokens(self) -> Tensor:
+        """Token of each sent pair."""
         return self.pairs // self.top_k
 
     def by_token(self, rows: Tensor) -> Tensor:
         """Rows in the order of sending -> [tokens, k, h]; pairs that were not sent are zero."""
         total = self.num_tokens * self.top_k
-        whole = rows.new_empty(total, *rows.shape[1:]) if len(rows) == total else rows.new_zeros(total, *rows.shape[1:])
-        whole[self.pairs] = rows
+        if self.sent == total:
+            whole = rows.index_select(0, self.all_pairs.back)
+        else:
+            whole = rows.new_zeros(total, *rows.shape[1:])
+            whole[self.pairs] = rows
         return whole.view(self.num_tokens, self.top_k, *rows.shape[1:])
 
 
@@ -60,13 +91,18 @@ class Route:
         order: which rows are sent, in which order.
         splits: sizes of the exchange.
         experts: local expert of each received row, [rows received].
-        load: rows per local expert, [local experts].
+        load: rows received for each local expert.
     """
 
     order: Order
     splits: Splits
     experts: Tensor
-    load: Tensor
+    load: list[int]
+
+    @cached_property
+    def by_expert(self) -> Permutation | None:
+        """The order of received rows, which come by rank, by local expert; None where they are in that order."""
+        return by_value(self.experts) if len(self.load) > 1 and len(self.splits.received) > 1 else None
 
 
 def within_capacity(choices: Tensor, weights: Tensor, num_experts: int, factor: float) -> Tensor:
@@ -98,12 +134,13 @@ def route(parts: Sequence[Tensor], num_experts: int, comm: AxisComm) -> list[Rou
     sent = counts.view(comm.size, -1, len(parts))
     received = torch.empty_like(sent)
     comm.all_to_all_into(received, sent)
-    sizes = torch.stack([sent.sum(1), received.sum(1)]).permute(2, 0, 1).tolist()  # [parts, there and back, ranks]
+    sizes = torch.cat([sent.sum(1), received.sum(1), received.sum(0)]).t().tolist()  # [parts, 2 ranks + local experts]
     local = torch.arange(sent.shape[1], device=sent.device).repeat(comm.size)
     routes = []
     for at, (choices, each) in enumerate(zip(parts, flat, strict=True)):
-        splits, mine = Splits(*sizes[at]), received[..., at]
-        pairs = torch.argsort(each, stable=True)[: sum(splits.sent)]
+        size, mine = sizes[at], received[..., at]
+        splits, load = Splits(size[: comm.size], size[comm.size : 2 * comm.size]), size[2 * comm.size :]
+        order = Order(by_value(each), sum(splits.sent), choices.shape[0], choices.shape[1])
         experts = torch.repeat_interleave(local, mine.flatten(), output_size=sum(splits.received))
-        routes.append(Route(Order(pairs, choices.shape[0], choices.shape[1]), splits, experts, mine.sum(0)))
+        routes.append(Route(order, splits, experts, load))
     return routes

@@ -25,10 +25,12 @@ PRECISION = {torch.float64: "64-true", torch.float32: "32-true"}
 class Lit(LightningModule):
     """An ordinary LightningModule around one of the models."""
 
-    def __init__(self, name: str, dtype: torch.dtype, recompute: bool = False) -> None:
+    def __init__(self, name: str, dtype: torch.dtype, recompute: bool = False, experts: str | None = None) -> None:
         super().__init__()
         self.kind, self.width = name, dtype
         self.model: Any = build(name, dtype)
+        if experts is not None:
+            self.model.set_experts_implementation(experts)
         if recompute:
             self.model.gradient_checkpointing_enable()
 
@@ -86,11 +88,13 @@ def train_rank(
     steps: int = STEPS,
     size: int = BATCH,
     accumulate: int = 1,
+    experts: str | None = None,
 ) -> Any:
     """One rank's training. Returns its `Run`, how each of its tensors sits in the whole one, and the final loss scale.
 
     `options` go to the strategy; `scale` is the first loss scale of 16-mixed; `recompute` turns on activation
-    recomputation as transformers does it; `steps`, `size` and `accumulate` are the reference's.
+    recomputation as transformers does it; `steps`, `size` and `accumulate` are the reference's; `experts` is how
+    transformers' experts are computed, when not as the model was built.
     """
     strategy = ParallaxStrategy(layout, cluster_environment=Given(rank, world), **options)
     watch = Watch()
@@ -112,7 +116,7 @@ def train_rank(
     plugin: Any = trainer.precision_plugin
     if scale:
         plugin.scale.value = scale
-    module = Lit(name, dtype, recompute)
+    module = Lit(name, dtype, recompute, experts)
     sizes = strategy.requested_layout.resolve(world).axis_sizes()
     trainer.fit(module, loader(name, sizes["dp"], coordinates(rank, sizes)["dp"], steps=steps, size=size))
     names = [n for n, _ in module.named_parameters()]

@@ -1,0 +1,110 @@
+"""Experts of transformers' common form, one after the other over rows that are sorted by expert.
+
+It is: the products before and after a model's own gate, for modules written for `ExpertsInterface` that are set to
+grouped products, on CPUs. Rows of one expert go through both products while they are in cache, nothing is sorted or
+weighted again, and of a forward only the rows and the first product are kept: the gate is computed again in backward.
+It is not: the gate, which stays the model's, any other form of experts, or another device: those run the model's own
+forward, whose grouped product is torch's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import Function, once_differentiable
+
+from parallax.plugins.expert.products import multiply, outer
+
+_PARAMETERS = {f"{name}_proj{bias}" for name in ("gate_up", "up", "down") for bias in ("", "_bias")}
+
+
+def takes(module: nn.Module) -> bool:
+    """Whether `grouped` computes what the forward of `module` does: nothing but products, biases and a gate."""
+    config: Any = getattr(module, "config", None)
+    parameters = dict(module.named_parameters())
+    return (
+        getattr(config, "_experts_implementation", None) == "grouped_mm"
+        and hasattr(module, "has_gate")
+        and not getattr(module, "has_post_expert_norm", False)
+        and parameters.keys() <= _PARAMETERS
+        and all(p.device.type == "cpu" for p in parameters.values())
+    )
+
+
+def grouped(module: Any, rows: Tensor, counts: list[int]) -> Tensor:
+    """Outputs [n, h] of experts for rows [n, h], the first `counts[0]` of them those of the first expert, and so on."""
+    first = "gate_up_proj" if module.has_gate else "up_proj"
+    weights = [getattr(module, first), module.down_proj]
+    biases = [getattr(module, f"{first}_bias"), module.down_proj_bias] if module.has_bias else [None, None]
+    gate = module._apply_gate if module.has_gate else module.act_fn
+    out = _Grouped.apply(rows.to(weights[0].dtype), *weights, *biases, gate, module.is_transposed, counts)
+    return cast(Tensor, out).to(rows.dtype)
+
+
+class _Grouped(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        first: Tensor,
+        second: Tensor,
+        first_bias: Tensor | None,
+        second_bias: Tensor | None,
+        gate: Callable[[Tensor], Tensor],
+        transposed: bool,
+        counts: list[int],
+    ) -> Tensor:
+        into, after = (first, second) if transposed else (first.mT, second.mT)
+        inner, out = rows.new_empty(len(rows), into.shape[2]), rows.new_empty(len(rows), after.shape[2])
+        for e, (x, u, y) in enumerate(zip(rows.split(counts), inner.split(counts), out.split(counts), strict=True)):
+            multiply(x, into[e], u)
+            if first_bias is not None:
+                u += first_bias[e]
+            multiply(gate(u), after[e], y)
+            if second_bias is not None:
+                y += second_bias[e]
+        ctx.save_for_backward(rows, inner, first, second, first_bias, second_bias)
+        ctx.gate, ctx.transposed, ctx.counts = gate, transposed, counts
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        rows, inner, *parameters = ctx.saved_tensors
+        wanted = ctx.needs_input_grad
+        of_rows = torch.empty_like(rows) if wanted[0] else None
+        of_first, of_second, of_first_bias, of_second_bias = (
+            torch.empty_like(p) if want and p is not None else None
+            for p, want in zip(parameters, wanted[1:5], strict=True)
+        )
+        into, after = (p if ctx.transposed else p.mT for p in parameters[:2])
+        parts = zip(rows.split(ctx.counts), inner.split(ctx.counts), grad.split(ctx.counts), strict=True)
+        start = 0
+        for e, (x, u, of_y) in enumerate(parts):
+            with torch.enable_grad():
+                u = u.detach().requires_grad_()
+                activated = ctx.gate(u)
+            of_activated = torch.empty_like(activated)
+            multiply(of_y, after[e].t(), of_activated)
+            (of_u,) = torch.autograd.grad(activated, u, of_activated)
+            if of_second is not None:
+                _of_weight(activated.detach(), of_y, of_second[e], ctx.transposed)
+            if of_first is not None:
+                _of_weight(x, of_u, of_first[e], ctx.transposed)
+            if of_second_bias is not None:
+                torch.sum(of_y, 0, out=of_second_bias[e])
+            if of_first_bias is not None:
+                torch.sum(of_u, 0, out=of_first_bias[e])
+            if of_rows is not None:
+                multiply(of_u, into[e].t(), of_rows[start : start + len(x)])
+            start += len(x)
+        return of_rows, of_first, of_second, of_first_bias, of_second_bias, None, None, None
+
+
+
+def _of_weight(x: Tensor, grad: Tensor, out: Tensor, transposed: bool) -> None:
+    """`out` becomes the gradient of a weight [in, out] when `transposed`, of one [out, in] otherwise."""
+    outer(x, grad, out) if transposed else outer(grad, x, out)
