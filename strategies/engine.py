@@ -125,6 +125,8 @@ class Engine:
         if self.steps == 0:
             self.require_same_batch(batch)
         count = self._count(batch, last)
+        if self.data.accumulation is not None:
+            self.data.accumulation.repeats = count * accumulate > 1
         whole = split(batch, count)
         counts = self._token_counts(whole)
         parts = self._shard(whole)

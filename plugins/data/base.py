@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from parallax.strategies.accumulation import Accumulation
 from parallax.strategies.layout import Layout
 from parallax.strategies.mesh import Mesh
 from parallax.strategies.precision import LossScale
@@ -71,6 +72,8 @@ class DataEngine(ABC):
     """ZeRO stages this engine implements."""
     completed_by_plugins: bool = True
     """Whether a plugin completes gradients between `backward` and `reduce`; set before `setup`."""
+    accumulation: Accumulation | None = None
+    """Lets layers add gradients to `param.grad` in `backward`, where the engine does not need autograd's own sum."""
 
     @classmethod
     @abstractmethod

@@ -49,7 +49,7 @@ class GradBuckets:
         self.touched: set[nn.Parameter] = set()
         for members in _batches(params, limit):
             self._add(members)
-        self._hooks = [p.register_post_accumulate_grad_hook(self._touch) for p in self.views]
+        self._hooks = [p.register_post_accumulate_grad_hook(self.touch) for p in self.views]
         self.attach()
 
     def _add(self, members: list[nn.Parameter]) -> None:
@@ -63,7 +63,8 @@ class GradBuckets:
             self.counts[p] = buffer[size + i]
             at += p.numel()
 
-    def _touch(self, param: Tensor) -> None:
+    def touch(self, param: Tensor) -> None:
+        """A backward has reached `param`."""
         assert isinstance(param, nn.Parameter)
         self.touched.add(param)
 

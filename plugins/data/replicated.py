@@ -20,6 +20,8 @@ from parallax.plugins.data.clipping import apply_plan, plan_step
 from parallax.plugins.data.masters import MasterWeights
 from parallax.plugins.data.state import cloned, trained_names
 from parallax.plugins.data.traffic import add_replicated
+from parallax.strategies.accumulating import accumulate_in, restore
+from parallax.strategies.accumulation import Accumulation
 from parallax.strategies.layout import Layout
 from parallax.strategies.mesh import Mesh
 from parallax.strategies.precision import LossScale
@@ -67,6 +69,9 @@ class ReplicatedEngine(DataEngine):
                 alone = mesh.size("data") == mesh.size(group) == 1
                 made = PlainGrads(params) if alone else GradBuckets(params, mesh[group], average_of=mesh.size("data"))
                 self.buckets.append(made)
+        touch = {p: b.touch for b in self.buckets if isinstance(b, GradBuckets) for p in b.views}
+        self.accumulation = Accumulation(self.trained.values(), (lambda p: touch[p](p)) if touch else None)
+        self.accumulating = accumulate_in(module)
         self.masters = None if optimizer is None else MasterWeights(optimizer)
         self.device = next((p.device for p in module.parameters()), torch.device("cpu"))
 
@@ -74,7 +79,8 @@ class ReplicatedEngine(DataEngine):
         return fn(*args)
 
     def backward(self, loss: Tensor) -> None:
-        loss.backward()
+        with self.accumulation.during(loss):
+            loss.backward()
 
     def reduce(self) -> None:
         for buckets in self.buckets:
@@ -144,5 +150,7 @@ class ReplicatedEngine(DataEngine):
         add_replicated(case, out)
 
     def teardown(self) -> None:
+        restore(self.accumulating)
+        self.accumulation.release()
         for buckets in self.buckets:
             buckets.release()

@@ -26,6 +26,9 @@ from torch.autograd.function import Function, once_differentiable
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from parallax.strategies.accumulating import autocast_dtype
+from parallax.strategies.accumulation import accumulation_of
+
 
 class Seed(Function):
     """A scalar whose backward hands given gradients to given outputs, at no arithmetic cost.
@@ -65,13 +68,32 @@ class _Pair:
     x: Tensor
     grad: Tensor
 
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """Two matrices whose product is the gradient of the weight."""
+        x, grad = self.x.reshape(-1, self.x.shape[-1]), self.grad.reshape(-1, self.grad.shape[-1])
+        return (x.t(), grad) if self.of.transposed else (grad.t(), x)
+
+    def of_bias(self) -> Tensor | None:
+        """The gradient of the bias."""
+        bias = self.of.bias
+        return self.grad.flatten(0, -2).sum(0).to(bias.dtype) if bias is not None and bias.requires_grad else None
+
     def gradients(self) -> tuple[Tensor, Tensor | None]:
         """Gradients of weight and bias, as autograd would have computed them."""
-        x, grad = self.x.reshape(-1, self.x.shape[-1]), self.grad.reshape(-1, self.grad.shape[-1])
+        left, right = self.factors()
+        return (left @ right).to(self.of.weight.dtype), self.of_bias()
+
+    def add(self) -> bool:
+        """Add both to what is there, where that is allowed: for all that has a gradient, or nothing is done."""
         weight, bias = self.of.weight, self.of.bias
-        product = x.t() @ grad if self.of.transposed else grad.t() @ x
-        total = grad.sum(0).to(bias.dtype) if bias is not None and bias.requires_grad else None
-        return product.to(weight.dtype), total
+        here = accumulation_of(weight)
+        there = accumulation_of(bias) if bias is not None and bias.requires_grad else here
+        if here is None or there is None:
+            return False
+        here.add_product(weight, *self.factors())
+        if bias is not None and (total := self.of_bias()) is not None:
+            there.add(bias, total)
+        return True
 
 
 class _Product(Function):
@@ -139,11 +161,12 @@ class Postponed(TorchFunctionMode):
         return {part.data_ptr(): part.nbytes() for part in parts}
 
     def finish(self, backward: Callable[[Tensor], None]) -> None:
-        """W: give the weights their gradients through `backward`, a data engine's, one after the other."""
+        """W: give the weights their gradients, at once or through `backward`, a data engine's, one after the other."""
         scalars = []
         while self._pairs:
             pair = self._pairs.pop()
-            scalars.append(_Late.apply(pair, pair.of.weight, pair.of.bias))
+            if not pair.add():
+                scalars.append(_Late.apply(pair, pair.of.weight, pair.of.bias))
             del pair  # its function lets go of it as soon as it is used
         if scalars:
             backward(torch.stack(scalars).sum())
@@ -160,14 +183,6 @@ def _backward(
     edge = torch.autograd.graph.get_gradient_edge(tensor)
     given = torch.ones_like(tensor) if gradient is None else gradient
     torch.autograd.backward(edge, given, retain_graph, create_graph, inputs=inputs)
-
-
-def autocast_dtype(x: Tensor) -> torch.dtype:
-    """The dtype a product with `x` runs in under the current autocast state (which leaves fp64 alone)."""
-    kind = x.device.type
-    if x.dtype is not torch.float64 and torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-        return torch.get_autocast_dtype(kind)
-    return x.dtype
 
 
 Found = tuple[Tensor, _Weight] | None

@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 from torch.nn import functional as F
 
-from parallax.plugins.tensor.entry import autocast_dtype, is_autocast, products_are_watched
 from parallax.plugins.tensor.functions import reduce_from_region
 from parallax.plugins.tensor.sequence_functions import Tokens, scatter_from_region
 from parallax.plugins.tensor.workspace import Workspace
+from parallax.strategies.accumulating import autocast_dtype, is_autocast, products_are_watched
 from parallax.strategies.comm import AxisComm, Work
 
 

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.overrides import _get_current_function_mode, _get_current_function_mode_stack
 
 from parallax.plugins.tensor.functions import copy_to_region
 from parallax.plugins.tensor.overlap import Gathering, follow_gathered, lead, lead_gathered
+from parallax.strategies.accumulating import autocast_dtype, is_autocast, products_are_watched
 from parallax.strategies.comm import AxisComm
 
 _MARK = "_parallax_gathered"
@@ -38,27 +38,6 @@ def gathered_from(x: Tensor) -> tuple[Tensor, Gathering] | None:
         return None
     mark: tuple[Tensor, Gathering, int] | None = getattr(whole, _MARK, None)
     return mark[:2] if mark is not None and mark[2] == _version(whole) else None
-
-
-def is_autocast(x: Tensor) -> bool:
-    """Whether products with `x` run under autocast now."""
-    kind = x.device.type
-    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-
-
-def autocast_dtype(x: Tensor) -> torch.dtype:
-    """The dtype a product with `x` runs in under the current autocast state."""
-    return torch.get_autocast_dtype(x.device.type) if x.dtype is torch.float32 and is_autocast(x) else x.dtype
-
-
-def products_are_watched() -> bool:
-    """Whether a mode looks for products, as the pipeline's does to postpone weight gradients (`watches_products`).
-
-    It must find them as they are; there is no gradient of a weight then that a collective could overlap with.
-    """
-    if _get_current_function_mode() is None:
-        return False
-    return any(getattr(mode, "watches_products", False) for mode in _get_current_function_mode_stack())
 
 
 class SharedInput:

@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from parallax.plugins.tensor.chunked import scattered_product
-from parallax.plugins.tensor.entry import autocast_dtype, mark_gathered
+from parallax.plugins.tensor.entry import mark_gathered
 from parallax.plugins.tensor.overlap import GatherAgain, Gathering
 from parallax.plugins.tensor.plans import is_foreign
 from parallax.plugins.tensor.sequence_functions import Tokens, cut, gather, gather_to_region, scatter_from_region
@@ -29,6 +29,7 @@ from parallax.plugins.tensor.streams import Streams
 from parallax.plugins.tensor.swap import hidden_states, on_first, replaced, swap
 from parallax.plugins.tensor.unsummed import summand, summed
 from parallax.plugins.tensor.workspace import Workspace
+from parallax.strategies.accumulating import autocast_dtype
 from parallax.strategies.comm import AxisComm
 
 _MARK = "_parallax_tokens"
