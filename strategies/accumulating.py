@@ -121,8 +121,8 @@ class Accumulating(nn.Module):
     plain: ClassVar[type[nn.Module]]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        _, _, *rest = super().__reduce_ex__(protocol)  # type: ignore[misc]
-        return nn.Module.__new__, (self.plain,), *rest
+        how: Any = super().__reduce_ex__(protocol)
+        return nn.Module.__new__, (self.plain,), *how[2:]
 
 
 class AccumulatingLinear(Accumulating):
@@ -155,9 +155,10 @@ def accumulate_in(module: nn.Module) -> list[Accumulating]:
     """Change the class of layers of `module` with parameters of an `Accumulation`; what was changed."""
     changed = []
     for layer in module.modules():
-        mixin = _mixin(layer)
+        mixin: Any = _mixin(layer)
         if mixin is not None and hasattr(layer._parameters["weight"], MARK):
-            layer.__class__ = _class_on(mixin, type(layer))
+            kind: Any = type(layer)
+            layer.__class__ = _class_on(mixin, kind)
             changed.append(cast(Accumulating, layer))
     return changed
 
@@ -165,7 +166,8 @@ def accumulate_in(module: nn.Module) -> list[Accumulating]:
 def restore(layers: Iterable[Accumulating]) -> None:
     """Give `layers` their class back."""
     for layer in layers:
-        layer.__class__ = layer.plain
+        plain: Any = layer.plain
+        layer.__class__ = plain
 
 
 def _mixin(layer: nn.Module) -> type[Accumulating] | None:
@@ -183,5 +185,5 @@ def _mixin(layer: nn.Module) -> type[Accumulating] | None:
 
 
 @cache
-def _class_on(mixin: type[Accumulating], plain: type[nn.Module]) -> type[nn.Module]:
+def _class_on(mixin: type, plain: type) -> type:
     return type(plain.__name__, (mixin, plain), {"plain": plain, "__doc__": plain.__doc__})

@@ -42,7 +42,7 @@ class Accumulation:
     """
 
     def __init__(
-        self, params: Iterable[nn.Parameter], touch: Callable[[nn.Parameter], None] | None = None
+        self, params: Iterable[nn.Parameter], touch: Callable[[Tensor], None] | None = None
     ) -> None:
         self._params = [p for p in params if type(p) is nn.Parameter]
         self._touch = touch
@@ -89,7 +89,7 @@ class Accumulation:
         return task >= 0 and task == torch._C._current_graph_task_id() and not torch.is_grad_enabled()
 
     @torch.no_grad()
-    def add_product(self, param: nn.Parameter, left: Tensor, right: Tensor) -> None:
+    def add_product(self, param: Tensor, left: Tensor, right: Tensor) -> None:
         """Add `left` [n, t] times `right` [t, k] to the gradient of `param` [n, k], rounded as autograd would."""
         grad = param.grad
         if grad is not None and grad.dtype == left.dtype and not grad.is_sparse:
@@ -99,7 +99,7 @@ class Accumulation:
             self.add(param, left @ right)
 
     @torch.no_grad()
-    def add(self, param: nn.Parameter, gradient: Tensor) -> None:
+    def add(self, param: Tensor, gradient: Tensor) -> None:
         """Add `gradient`, which nobody else keeps, to that of `param`."""
         grad = param.grad
         if grad is None:
@@ -111,14 +111,14 @@ class Accumulation:
         self._touched(param)
 
     @torch.no_grad()
-    def add_rows(self, param: nn.Parameter, ids: Tensor, rows: Tensor) -> None:
+    def add_rows(self, param: Tensor, ids: Tensor, rows: Tensor) -> None:
         """Add each of `rows` [t, k] to row `ids` [t] of the gradient of `param` [n, k]."""
         if param.grad is None:
             param.grad = torch.zeros_like(param)
         param.grad.index_put_((ids,), rows, accumulate=True)
         self._touched(param)
 
-    def _touched(self, param: nn.Parameter) -> None:
+    def _touched(self, param: Tensor) -> None:
         if self._touch is not None:
             self._touch(param)
 
@@ -129,7 +129,7 @@ def accumulation_of(param: Tensor | None) -> Accumulation | None:
     return found if found is not None and param is not None and found.allows(param) else None
 
 
-def weight_gradient(param: nn.Parameter, left: Tensor, right: Tensor) -> Tensor | None:
+def weight_gradient(param: Tensor, left: Tensor, right: Tensor) -> Tensor | None:
     """For a backward: `left` [n, t] times `right` [t, k], the gradient of `param` [n, k]; None where it was added."""
     into = accumulation_of(param)
     if into is None or not into.is_open:

@@ -69,8 +69,9 @@ class ReplicatedEngine(DataEngine):
                 alone = mesh.size("data") == mesh.size(group) == 1
                 made = PlainGrads(params) if alone else GradBuckets(params, mesh[group], average_of=mesh.size("data"))
                 self.buckets.append(made)
-        touch = {p: b.touch for b in self.buckets if isinstance(b, GradBuckets) for p in b.views}
-        self.accumulation = Accumulation(self.trained.values(), (lambda p: touch[p](p)) if touch else None)
+        home: dict[Tensor, GradBuckets] = {p: b for b in self.buckets if isinstance(b, GradBuckets) for p in b.views}
+        touch = (lambda param: home[param].touch(param)) if home else None
+        self.accumulation: Accumulation = Accumulation(self.trained.values(), touch)
         self.accumulating = accumulate_in(module)
         self.masters = None if optimizer is None else MasterWeights(optimizer)
         self.device = next((p.device for p in module.parameters()), torch.device("cpu"))

@@ -50,7 +50,7 @@ def loss(model: Callable[[Tensor], Tensor], ids: Tensor) -> Tensor:
     return model(ids).double().square().mean()
 
 
-def autograd(model: nn.Module, count: int = 3) -> dict[str, Tensor]:
+def autograd(model: Model, count: int = 3) -> dict[str, Tensor]:
     """Gradients of several backwards of a copy that adds nothing."""
     plain = copy.deepcopy(model)
     for ids in batches(count):
@@ -58,17 +58,17 @@ def autograd(model: nn.Module, count: int = 3) -> dict[str, Tensor]:
     return {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
 
 
-def assert_same(model: nn.Module, want: dict[str, Tensor], **close: float) -> None:
+def assert_same(model: Model, want: dict[str, Tensor], **close: Any) -> None:
     assert {name for name, p in model.named_parameters() if p.grad is not None} == want.keys()
     for name, grad in want.items():
         torch.testing.assert_close(model.get_parameter(name).grad, grad, **(close or EXACT), msg=name)
 
 
-EXACT = {"rtol": 1e-12, "atol": 1e-12}
+EXACT: dict[str, Any] = {"rtol": 1e-12, "atol": 1e-12}
 
 
 @pytest.fixture
-def model() -> Iterator[nn.Module]:
+def model() -> Iterator[Model]:
     torch.manual_seed(3)
     yield Model().double()
 
@@ -77,11 +77,16 @@ def added(monkeypatch: Any) -> list[nn.Parameter]:
     """Filled with the parameters whose gradients are added."""
     seen: list[nn.Parameter] = []
     plain = Accumulation._touched
-    monkeypatch.setattr(Accumulation, "_touched", lambda self, param: (seen.append(param), plain(self, param)))
+
+    def touched(self: Accumulation, param: Any) -> None:
+        seen.append(param)
+        plain(self, param)
+
+    monkeypatch.setattr(Accumulation, "_touched", touched)
     return seen
 
 
-def names(model: nn.Module, params: list[nn.Parameter]) -> set[str]:
+def names(model: Model, params: list[nn.Parameter]) -> set[str]:
     return {name for name, p in model.named_parameters() if any(p is q for q in params)}
 
 
@@ -89,7 +94,7 @@ PRODUCTS = {"first.weight", "turned.weight", "no_bias.weight", "partly.weight", 
 
 
 @pytest.mark.parametrize("recompute", [None, "plain", "reentrant"])
-def test_what_is_added_is_what_autograd_adds(model: nn.Module, recompute: str | None, monkeypatch: Any) -> None:
+def test_what_is_added_is_what_autograd_adds(model: Model, recompute: str | None, monkeypatch: Any) -> None:
     seen, want = added(monkeypatch), autograd(model)
     into = Accumulation(model.parameters())
     accumulate_in(model)
@@ -110,8 +115,9 @@ def test_what_is_added_is_what_autograd_adds(model: nn.Module, recompute: str | 
     assert names(model, seen) == expected
 
 
-def test_buffers_of_the_engine_are_added_to_in_place(model: nn.Module) -> None:
-    want, touched = autograd(model), set()
+def test_buffers_of_the_engine_are_added_to_in_place(model: Model) -> None:
+    want = autograd(model)
+    touched: set[Tensor] = set()
     views = {p: torch.zeros_like(p) for p in model.parameters() if p.requires_grad}
     for p, view in views.items():
         p.grad = view
@@ -128,7 +134,7 @@ def test_buffers_of_the_engine_are_added_to_in_place(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("mixed", [False, True])
-def test_narrow_dtypes_round_as_autograd_does(model: nn.Module, mixed: bool, monkeypatch: Any) -> None:
+def test_narrow_dtypes_round_as_autograd_does(model: Model, mixed: bool, monkeypatch: Any) -> None:
     model = model.float() if mixed else model.bfloat16()
     # A weight used twice has its products summed in bf16 where autocast keeps the weight's copy.
     context: Any = torch.autocast("cpu", torch.bfloat16, cache_enabled=False) if mixed else nullcontext()
@@ -148,8 +154,8 @@ def test_narrow_dtypes_round_as_autograd_does(model: nn.Module, mixed: bool, mon
     assert PRODUCTS - {"words.weight"} <= names(model, seen)
 
 
-def test_a_gradient_that_is_watched_is_autograds(model: nn.Module, monkeypatch: Any) -> None:
-    seen, calls = added(monkeypatch), []
+def test_a_gradient_that_is_watched_is_autograds(model: Model, monkeypatch: Any) -> None:
+    seen, calls = added(monkeypatch), list[str]()
     into = Accumulation(model.parameters())
     accumulate_in(model)
     model.first.weight.register_hook(lambda grad: calls.append("before"))
@@ -161,7 +167,7 @@ def test_a_gradient_that_is_watched_is_autograds(model: nn.Module, monkeypatch: 
     assert names(model, seen).isdisjoint({"first.weight", "turned.weight"}) and "no_bias.weight" in names(model, seen)
 
 
-def test_a_backward_of_the_users_own_adds_nothing(model: nn.Module) -> None:
+def test_a_backward_of_the_users_own_adds_nothing(model: Model) -> None:
     into = Accumulation(model.parameters())
     accumulate_in(model)
     plain = copy.deepcopy(model)
@@ -173,14 +179,14 @@ def test_a_backward_of_the_users_own_adds_nothing(model: nn.Module) -> None:
     for mine, other in zip(got, want, strict=True):
         torch.testing.assert_close(mine, other, **EXACT)
     assert all(p.grad is None for p in model.parameters())
-    total, other = (sum(g.square().sum() for g in grads) for grads in (got, want))
+    total, other = (torch.stack([g.square().sum() for g in grads]).sum() for grads in (got, want))
     with into.during(total):
         total.backward()  # of a gradient: through the first backward
     other.backward()
     assert_same(model, {n: p.grad for n, p in plain.named_parameters() if p.grad is not None})
 
 
-def test_one_backward_a_step_is_left_alone(model: nn.Module, monkeypatch: Any) -> None:
+def test_one_backward_a_step_is_left_alone(model: Model, monkeypatch: Any) -> None:
     seen, into = added(monkeypatch), Accumulation(model.parameters())
     accumulate_in(model)
     into.repeats = False
@@ -190,7 +196,7 @@ def test_one_backward_a_step_is_left_alone(model: nn.Module, monkeypatch: Any) -
     assert not seen
 
 
-def test_postponed_gradients_are_added_in_w(model: nn.Module, monkeypatch: Any) -> None:
+def test_postponed_gradients_are_added_in_w(model: Model, monkeypatch: Any) -> None:
     seen, want, into = added(monkeypatch), autograd(model, 2), Accumulation(model.parameters())
     accumulate_in(model)
     for ids in batches(2):
@@ -206,7 +212,7 @@ def test_postponed_gradients_are_added_in_w(model: nn.Module, monkeypatch: Any) 
     assert early == {"words.weight", "places.weight"} and {"raw", "first.bias"} | PRODUCTS <= names(model, seen)
 
 
-def test_copies_and_saved_layers_are_plain_and_classes_come_back(model: nn.Module) -> None:
+def test_copies_and_saved_layers_are_plain_and_classes_come_back(model: Model) -> None:
     kinds = {name: type(m) for name, m in model.named_modules()}
     into = Accumulation(model.parameters())
     changed = accumulate_in(model)
