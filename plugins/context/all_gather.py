@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
 from parallax.plugins.context.base import AttentionMethod, AttentionSpec, SequenceShards
-from parallax.plugins.context.buffers import Pair
+from parallax.plugins.context.buffers import Pair, Sums
 from parallax.plugins.context.local import Gradients, Row, exact, tiles_of
 from parallax.strategies.comm import AxisComm
 
@@ -48,10 +48,12 @@ class _AllGather(Function):
         spec, shards, comm = ctx.rest
         own, queries, gradients = Pair(flat, *ctx.shapes), shards.ranges(comm.index), Gradients(grad, q, out, lse, spec)
         dtype, numel = exact(q), flat.numel()
-        sums = flat.new_zeros(comm.size, numel, dtype=dtype)
+        sums = flat.new_empty(comm.size, numel, dtype=dtype)
         for rank, part in enumerate(_gather(own, comm)):
             tiles = tiles_of(q, spec, queries, shards.ranges(rank), shards.tokens)
-            gradients.see(part.k, part.v, tiles, own.like(sums[rank]).add)
+            block = Sums(own.k, own.v, dtype, own.like(sums[rank]))
+            gradients.see(part.k, part.v, tiles, block.add)
+            block.total()
         mine = own.like(flat.new_empty(numel, dtype=dtype))
         comm.reduce_scatter_into(mine.flat, sums)
         dsinks = gradients.dsinks(sinks) if ctx.needs_input_grad[3] else None

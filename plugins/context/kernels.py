@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from parallax.plugins.context import diagonal
 from parallax.plugins.context.plain import Plain
 from parallax.plugins.context.scores import Scoring
 
@@ -83,9 +84,15 @@ class CpuFlash(Aten):
         )
 
     def backward(self, grad: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, how: Scoring) -> Grads:
-        return ATEN._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q, k, v, out, lse, 0.0, how.causal, attn_mask=how.bias, scale=how.scale
-        )
+        def call(rows: diagonal.Rows, keys: tuple[Tensor, Tensor], causal: bool) -> Grads:
+            grad, q, out, lse = rows
+            return ATEN._scaled_dot_product_flash_attention_for_cpu_backward(
+                grad, q, *keys, out, lse, 0.0, causal, attn_mask=how.bias, scale=how.scale
+            )
+
+        if how.causal and diagonal.worth(q):
+            return diagonal.in_pieces(call, (grad, q, out, lse), (k, v))
+        return call((grad, q, out, lse), (k, v), how.causal)
 
 
 class CudaFlash(Aten):

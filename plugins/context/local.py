@@ -1,7 +1,8 @@
 """Attention of this rank's queries against key blocks that come one after another.
 
 It is: the online softmax over blocks, forward and backward: `Row` gathers output and log-sum-exp in fp32 (fp64 for
-fp64), `Gradients` the gradients. Every method is this plus its way of bringing the blocks. It is not: communication.
+fp64), `Gradients` the gradients. Every method is this plus its way of bringing the blocks; with one block, and nobody
+to bring more, it is `attention_alone`. It is not: communication.
 
 Merging (Milakov & Gimelshein 2018; Rabe & Staats 2021): with output o and log-sum-exp l of the keys so far and o', l'
 of further keys, l := log(e^l + e^l') and o := o + sigmoid(l' - l) (o' - o), with l before it changes. A nan of the
@@ -11,12 +12,15 @@ model stays one.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.function import Function, once_differentiable
 
 from parallax.plugins.context import kernels
-from parallax.plugins.context.base import AttentionSpec
+from parallax.plugins.context.base import AttentionSpec, SequenceShards
+from parallax.plugins.context.buffers import Sums
 from parallax.plugins.context.scores import scoring_of
 from parallax.plugins.context.shards import Ranges
 from parallax.plugins.context.tiles import Blocking, Tile, Visible, plan
@@ -133,3 +137,32 @@ class Gradients:
         inner = (self.grad.to(exact(self.q)) * self.out).sum(-1)
         weights = torch.exp(sinks.to(inner.dtype).view(1, -1, 1) - self.lse)
         return -(weights * inner).sum((0, 2)).to(sinks.dtype)
+
+
+class _Alone(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, spec: AttentionSpec, shards: SequenceShards
+    ) -> Tensor:
+        row = Row(q, spec)
+        row.see(k, v, tiles_of(q, spec, shards.whole, shards.whole, shards.tokens))
+        out, lse = row.finish(sinks, v.shape[-1])
+        ctx.save_for_backward(q, k, v, out, lse, sinks)
+        ctx.rest = spec, shards
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse, sinks = ctx.saved_tensors
+        spec, shards = ctx.rest
+        gradients, sums = Gradients(grad, q, out, lse, spec), Sums(k, v, exact(q))
+        gradients.see(k, v, tiles_of(q, spec, shards.whole, shards.whole, shards.tokens), sums.add)
+        dk, dv = sums.total()
+        dsinks = gradients.dsinks(sinks) if ctx.needs_input_grad[3] else None
+        return gradients.dq, dk.to(q.dtype), dv.to(q.dtype), dsinks, None, None
+
+
+def attention_alone(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, shards: SequenceShards) -> Tensor:
+    """Attention of a whole sequence on one rank: `shards` has size 1."""
+    return cast(Tensor, _Alone.apply(q, k, v, spec.sinks, spec, shards))

@@ -1,15 +1,16 @@
 """Ring attention: keys and values go round, every rank keeps its queries.
 
-It is: Liu et al. 2023 (*Ring Attention with Blockwise Transformers*), with the zigzag order where the shards have it,
-and the plain local attention of one rank as the ring of size 1. It is not: kernels and merging (`local.py`).
+It is: Liu et al. 2023 (*Ring Attention with Blockwise Transformers*), with the zigzag order where the shards have it.
+It is not: kernels and merging, or attention of a rank alone (`local.py`).
 
 Forward, rank r of c: at step i the block of rank r - i is at hand; it is sent on to r + 1 while it is computed with,
 and the next comes in from r - 1. Two buffers take turns. Blocks that nobody sees are not fetched: with a window and
 contiguous shards the ring stops early, after the same number of steps on every rank.
 
-Backward: keys and values go round again, and their gradients follow one step behind: the gradient of a block arrives
-with what the ranks before have added, is added to, and is sent on; from the last step it goes home directly. Gradients
-travel in fp32 (fp64 for fp64), so that they are rounded once.
+Backward: keys and values go round again, and their gradients follow one step behind: the gradient of a block begins
+with the rank after its own, arrives with what the ranks before have added, is added to, and is sent on; from the last
+step it goes home directly, where the rank's own share has stayed. Gradients travel in fp32 (fp64 for fp64), so that
+they are rounded once.
 
 Saved for backward: q, k and v (as one packed tensor), the output, the log-sum-exp.
 """
@@ -18,12 +19,13 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
 from parallax.plugins.context.base import AttentionMethod, AttentionSpec, SequenceShards
-from parallax.plugins.context.buffers import Pair, Scratch
-from parallax.plugins.context.local import Gradients, Row, exact, tiles_of
+from parallax.plugins.context.buffers import Pair, Scratch, Sums
+from parallax.plugins.context.local import Gradients, Row, attention_alone, exact, tiles_of
 from parallax.plugins.context.tiles import Visible, sees
 from parallax.strategies.comm import AxisComm, Work
 
@@ -81,42 +83,50 @@ def _go_round(
 ) -> tuple[Tensor, Tensor]:
     """The gradients of this rank's keys and values."""
     spec, q, queries = gradients.spec, gradients.q, shards.ranges(comm.index)
-    here, scratch = own, Scratch(own)
-    sums = scratch("grads 1", exact(q))  # of the block at hand
-    sums.flat.zero_()
-    incoming: Work | None = None
+    here, scratch, dtype = own, Scratch(own), exact(gradients.q)
+    home = Sums(own.k, own.v, dtype)
+    message, incoming = own, None
     for step in range(steps):
         last = step + 1 == steps
         coming, work = here, None
         if not last:
             coming = scratch(f"keys {step % 2}")
             work = comm.shift(here.flat, coming.flat, tag=_KEYS)
-        adding = _Adding(sums, incoming)
+        if step == 1:
+            message = scratch("grads 0", dtype)
+        sums = _Arriving(own, message, dtype, incoming) if step else home
         keys = shards.ranges((comm.index - step) % comm.size)
-        gradients.see(here.k, here.v, tiles_of(q, spec, queries, keys, shards.tokens), adding.add)
-        adding.wait()
-        if steps > 1:
-            # onward with what the next rank computes with next; after the last step home, `step` ranks back
-            received = scratch(f"grads {step % 2}", exact(q))
-            incoming = comm.shift(sums.flat, received.flat, distance=-step if last else 1, tag=_GRADS)
-            sums = received
+        gradients.see(here.k, here.v, tiles_of(q, spec, queries, keys, shards.tokens), sums.add)
+        sums.total()
+        if step:  # onward with what the next rank computes with next; after the last step home, `step` ranks back
+            free = here if last and dtype == q.dtype else scratch(f"grads {step % 2}", dtype)
+            incoming = comm.shift(message.flat, free.flat, distance=-step if last else 1, tag=_GRADS)
+            message = free
         _wait(work)
         here = coming
-    _wait(incoming)
-    return sums.k.to(q.dtype), sums.v.to(q.dtype)
+    if incoming is not None:
+        incoming.wait()
+        home.add(slice(None), message.k, message.v)
+    dk, dv = home.total()
+    return dk.to(q.dtype), dv.to(q.dtype)
 
 
-class _Adding:
-    """Sums that are still coming in: waited for when the first tile of the block has been computed."""
+class _Arriving(Sums):
+    """Sums that may still be coming in: waited for when the first tile of the block has been computed."""
 
-    def __init__(self, sums: Pair, incoming: Work | None) -> None:
-        self._sums, self._incoming = sums, incoming
+    def __init__(self, own: Pair, message: Pair, dtype: torch.dtype, incoming: Work | None) -> None:
+        super().__init__(own.k, own.v, dtype, message, begun=incoming is not None)
+        self._incoming = incoming
 
     def add(self, columns: slice, dk: Tensor, dv: Tensor) -> None:
-        self.wait()
-        self._sums.add(columns, dk, dv)
+        self._arrive()
+        super().add(columns, dk, dv)
 
-    def wait(self) -> None:
+    def total(self) -> tuple[Tensor, Tensor]:
+        self._arrive()
+        return super().total()
+
+    def _arrive(self) -> None:
         _wait(self._incoming)
         self._incoming = None
 
@@ -130,6 +140,8 @@ def ring_attention(
     q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, shards: SequenceShards, comm: AxisComm
 ) -> Tensor:
     """Attention of `q` over the sequence cut over `comm` as `shards` says; see `AttentionMethod.attend`."""
+    if comm.size == 1:
+        return attention_alone(q, k, v, spec, shards)
     return cast(Tensor, _Ring.apply(q, k, v, spec.sinks, spec, shards, comm))
 
 

@@ -8,7 +8,7 @@ a bytes per element of sums (4, or 8 for fp64), n steps of the ring, KV = b (s/c
 
 | method | forward | backward |
 |---|---|---|
-| ring | n-1 sends of KV w | n-1 sends of KV w, n of KV a (none if n = 1) |
+| ring | n-1 sends of KV w | n-1 sends of KV w and n-1 of KV a |
 | all_gather | one all-gather of c KV w | the same, and a reduce-scatter of c KV a |
 | ulysses | all-to-all of b (s/c) (h d + g' (d + e)) w and of b (s/c) h e w | the same |
 | hybrid | ulysses over the inner group, ring over the outer with h/u and g'/u heads and u s/c tokens | |
@@ -91,7 +91,7 @@ def _ring(axis: str, shape: AttentionShape, spec: AttentionSpec, shards: Sequenc
     if not hops:
         return {}
     forward = Traffic(hops, hops * keys * shape.element)
-    backward = Traffic(2 * hops + 1, hops * keys * shape.element + (hops + 1) * keys * shape.sum_element)
+    backward = Traffic(2 * hops, hops * keys * (shape.element + shape.sum_element))
     return {
         (axis, kind, phase): t
         for kind in ("send", "recv")

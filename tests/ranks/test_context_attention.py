@@ -156,7 +156,7 @@ def test_the_formulas_are_the_textbook() -> None:
     keys = 2 * 12 * 2 * (8 + 8) * 8
     ring = traffic("ring", shape, spec, shards)
     assert ring["cp", "send", "forward"] == Traffic(3, 3 * keys)
-    assert ring["cp", "send", "backward"] == Traffic(7, 3 * keys + 4 * keys)
+    assert ring["cp", "send", "backward"] == Traffic(6, 3 * keys + 3 * keys)
     gathered = traffic("all_gather", shape, spec, shards)
     assert gathered["cp", "all_gather", "forward"] == Traffic(1, 4 * keys)
     assert gathered["cp", "reduce_scatter", "backward"] == Traffic(1, 4 * keys)
@@ -166,4 +166,4 @@ def test_the_formulas_are_the_textbook() -> None:
     # a window of 7 with 12 tokens a rank reaches the neighbour alone, if neighbours hold neighbouring tokens
     near = traffic("ring", shape, AttentionSpec(window=7), SequenceShards.of(48, 4, "contiguous"))
     assert near["cp", "send", "forward"] == Traffic(1, keys)
-    assert near["cp", "send", "backward"] == Traffic(3, keys + 2 * keys)
+    assert near["cp", "send", "backward"] == Traffic(2, keys + keys)
