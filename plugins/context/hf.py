@@ -134,6 +134,8 @@ def _following(base: Any, sequence: CutSequence) -> Callable[..., Any]:
             given["position_ids"] = position_ids(base, given, sequence)
         if hasattr(base, "build_alibi_tensor"):
             given["attention_mask"] = _mask_of_alibi(given, sequence)
+        elif getattr(base, "use_alibi", False) and given.get("attention_mask") is not None:
+            require_one_run(sequence.whole(given["attention_mask"], 1))
         if "use_cache" in signature.parameters:
             given["use_cache"] = False  # keys and values of other ranks' tokens would be missing in it
         with paused(sequence):

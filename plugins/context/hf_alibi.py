@@ -1,4 +1,4 @@
-"""Models of transformers that write their attention with ALiBi out themselves: BLOOM and MPT.
+"""Models of transformers that write their attention with ALiBi out themselves: BLOOM, falcon and MPT.
 
 It is: what their attention modules do, with the attention itself over the whole sequence and slopes in place of the
 bias (Press et al. 2022; adding the same to all scores of a row changes no weight, so a bias that grows with the key's
@@ -30,6 +30,41 @@ def bloom(
     return residual + F.dropout(self.dense(out.flatten(2)), self.hidden_dropout, self.training), None
 
 
+def falcon(
+    self: Any,
+    hidden_states: Tensor,
+    alibi: Tensor | None,
+    attention_mask: MaskRequest,
+    position_ids: Tensor | None = None,
+    *args: Any,
+    position_embeddings: tuple[Tensor, Tensor] | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """`FalconAttention.forward`, with rotary embeddings where `alibi` is None; the bias is scaled as the scores are.
+
+    The slopes are rounded to bf16 as there, but not their products with distances.
+    """
+    from transformers.models.falcon.modeling_falcon import apply_rotary_pos_emb, build_alibi_tensor
+
+    qkv = self.query_key_value(hidden_states)
+    if self.new_decoder_architecture:  # groups of queries, each with its key and value, which need not be repeated
+        groups = qkv.unflatten(2, (-1, self.num_heads // self.num_kv_heads + 2, self.head_dim))
+        q, k, v = groups[..., :-2, :].flatten(2, 3), groups[..., -2, :], groups[..., -1, :]
+    else:
+        q, k, v = self._split_heads(qkv)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    dropout, slopes = 0.0, None
+    if alibi is None:
+        assert position_embeddings is not None
+        q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
+    else:
+        dropout = self.attention_dropout.p if self.training else 0.0
+        two = torch.ones(1, 2, dtype=torch.int64, device=q.device)
+        slopes = build_alibi_tensor(two, self.num_heads, q.dtype)[:, 0, 1] * self.inv_norm_factor
+    out, _ = attention(self, q, k, v, attention_mask, dropout, self.inv_norm_factor, alibi_slopes=slopes)
+    return self.dense(out.flatten(2)), None
+
+
 def mpt(
     self: Any, hidden_states: Tensor, position_bias: Tensor, attention_mask: MaskRequest, **kwargs: Any
 ) -> tuple[Tensor, None]:
@@ -44,7 +79,9 @@ def mpt(
     return self.out_proj(out.flatten(2)), None
 
 
-KNOWN: Mapping[str, Callable[..., Any]] = MappingProxyType({"BloomAttention": bloom, "MptAttention": mpt})
+KNOWN: Mapping[str, Callable[..., Any]] = MappingProxyType(
+    {"BloomAttention": bloom, "FalconAttention": falcon, "MptAttention": mpt}
+)
 """Attention class -> its forward."""
 
 
@@ -58,7 +95,7 @@ def with_slopes(attention_mask: Tensor, num_heads: int, dtype: torch.dtype) -> T
 
 
 def require_one_run(mask: Tensor) -> None:
-    """BLOOM counts distances in tokens that are no padding: those of each row of [batch, tokens] must be neighbours.
+    """BLOOM and falcon count distances in tokens that are no padding: those of each row of [batch, tokens] must be neighbours.
 
     Raises:
         ValueError: there is padding between tokens of a row.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from parallax.plugins.context.base import Documents
 
@@ -34,6 +34,8 @@ class MaskRequest:
     chunk: int | None = None
     documents: Documents | None = None
     settled: bool = False
+    ndim: ClassVar[int] = 0
+    """No matrix that a model could add its bias to (falcon)."""
 
     def __getattr__(self, name: str) -> Any:
         raise _NoMask(

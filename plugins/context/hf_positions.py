@@ -25,6 +25,9 @@ CHANGING = ("dynamic", "longrope")
 BY_MASK = ("OPTModel", "OPTDecoder")
 """Models that number the tokens that are no padding, where they are given a mask of padding and no positions."""
 
+BY_TOKEN = "create_position_ids_from_input_ids"
+"""Method of embeddings that number the tokens other than that of padding, from `padding_idx` + 1 (RoBERTa)."""
+
 NUMBERING = ("Llama4TextAttention",)
 """Attention modules that number the tokens they meet."""
 
@@ -35,8 +38,19 @@ def position_ids(base: Any, given: dict[str, Any], sequence: CutSequence) -> Ten
     if mask is not None and type(base).__name__ in BY_MASK:
         whole = sequence.whole(mask.long(), 1)
         return sequence.take(whole.cumsum(1) * whole - 1, 1, -1)
-    tokens = given["input_ids"] if given.get("input_ids") is not None else given["inputs_embeds"]
-    return sequence.positions(tokens.device).unsqueeze(0)
+    ids = given.get("input_ids")
+    positions = sequence.positions((given["inputs_embeds"] if ids is None else ids).device).unsqueeze(0)
+    if (embeddings := by_token(base)) is None:
+        return positions
+    if ids is None:  # embeddings do not say which of them are padding
+        return positions + embeddings.padding_idx + 1
+    whole = getattr(embeddings, BY_TOKEN)(sequence.whole(ids, 1), embeddings.padding_idx)
+    return sequence.take(whole, 1, embeddings.padding_idx)
+
+
+def by_token(base: nn.Module) -> Any:
+    """The embeddings of `base` that number tokens; None where there are none."""
+    return next((module for module in base.modules() if hasattr(module, BY_TOKEN)), None)
 
 
 def adjustments(base: nn.Module, sequence: CutSequence) -> Iterator[tuple[nn.Module, Callable[..., Any]]]:

@@ -7,12 +7,14 @@ of an attention method (its own `check`).
 from __future__ import annotations
 
 import inspect
+import sys
 from typing import Any
 
 from torch import nn
 
 from parallax.plugins.context.hf import bases_of, models_of
 from parallax.plugins.context.hf_alibi import KNOWN
+from parallax.plugins.context.hf_positions import BY_TOKEN
 
 MIXING = (nn.Conv1d, nn.RNNBase)
 """Modules that mix neighbouring positions in another way than attention."""
@@ -68,8 +70,9 @@ def _check_base(base: Any) -> None:
 
 
 def _counts_positions(base: Any) -> str | None:
+    """The name of what makes positions by a function of its file, which is not followed as a method is."""
     for kind in {type(module) for module in base.modules()}:
-        if hasattr(kind, "create_position_ids_from_input_ids"):
+        if hasattr(sys.modules[kind.__module__], BY_TOKEN):
             return kind.__name__
     return None
 

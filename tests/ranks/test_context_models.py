@@ -20,6 +20,9 @@ LONG = ROPE | {"rope_type": "longrope", "short_factor": [1.0, 1.5], "long_factor
 CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "opt": ("opt", {}, "ring"),  # numbers the tokens that are no padding
     "bloom": ("bloom", {}, "ulysses"),  # ALiBi written out, interleaved heads
+    "falcon": ("falcon", {}, "ulysses"),  # attention of its own, groups of queries interleaved with keys
+    "falcon alibi": ("falcon", {"alibi": True, "new_decoder_architecture": False, "multi_query": True}, "ring"),
+    "roberta": ("roberta", {"is_decoder": False}, "ring"),  # numbers the tokens other than that of padding
     "mpt": ("mpt", {}, "ring"),
     "llama4": ("llama4_text", {"floor_scale": 2, "attn_scale": 0.5, "no_rope_layers": [1, 0]}, "all_gather"),
     "dynamic rope": ("llama", {"rope_parameters": GROWING, "max_position_embeddings": 6}, "ring"),

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics import MeanMetric
 
+from parallax.plugins.context import kernels
 from parallax.plugins.context.base import AttentionSpec, SequenceShards
 from parallax.plugins.context.traffic import AttentionShape, traffic
 from parallax.strategies.comm import Traffic
@@ -160,15 +161,37 @@ def test_other_samples_on_a_rank_of_the_sequence_are_refused() -> None:
 
 
 METHODS = ("ring", "all_gather", "ulysses")
+RECOMPUTED = ("cp2 ring", "cp2 ring full")
 
 
-def counting_rank(rank: int, world: int) -> dict[str, tuple[dict[Any, Traffic], str]]:
-    return {method: counted(rank, world, f"cp2 {method}") for method in METHODS}
+def counting_rank(rank: int, world: int) -> dict[str, Any]:
+    found: dict[str, Any] = {method: counted(rank, world, f"cp2 {method}") for method in METHODS}
+    return found | {layout: calls_of_a_step(rank, world, layout) for layout in RECOMPUTED}
 
 
-def counted(rank: int, world: int, layout: str) -> tuple[dict[Any, Traffic], str]:
-    """What the second step sends, and what the plugin says of it."""
-    t = trainer(rank, world, layout, limit_train_batches=2)
+def calls_of_a_step(rank: int, world: int, layout: str) -> dict[str, int]:
+    """Kernel calls of one step, and messages of keys, values and their gradients."""
+    counts = {"forward": 0, "backward": 0}
+    kept = kernels.forward, kernels.backward
+
+    def counting(name: str, kernel: Any) -> Any:
+        def call(*args: Any) -> Any:
+            counts[name] += 1
+            return kernel(*args)
+
+        return call
+
+    kernels.forward, kernels.backward = counting("forward", kept[0]), counting("backward", kept[1])
+    try:
+        found, _ = counted(rank, world, layout, steps=1)
+    finally:
+        kernels.forward, kernels.backward = kept
+    return counts | {"sends": sum(one.calls for (_, kind, _), one in found.items() if kind == "send")}
+
+
+def counted(rank: int, world: int, layout: str, steps: int = 2) -> tuple[dict[Any, Traffic], str]:
+    """What the last of `steps` steps sends, and what the plugin says of it."""
+    t = trainer(rank, world, layout, limit_train_batches=steps)
     module = Lit()
     counts: dict[Any, Traffic] = {}
 
@@ -224,3 +247,15 @@ def test_bytes_of_a_step(method: str, counts: Any) -> None:
                 small.setdefault(kind, []).append(one)
         total = {kind: Traffic(sum(x.calls for x in xs), sum(x.bytes for x in xs)) for kind, xs in small.items()}
         assert total == {"all_gather": labels, "all_reduce": numbers}
+
+
+@pytest.mark.limit(150)
+def test_recomputed_layers_attend_once_more_and_no_oftener(counts: Any) -> None:
+    """On 2 ranks an attention is 2 kernel calls each way (its own block, the other's), 1 message there and 2 back.
+
+    Recomputation runs the forward a second time, not a third one in the attention's own backward.
+    """
+    layers = 5
+    for got in counts:
+        assert got["cp2 ring"] == {"forward": 2 * layers, "backward": 2 * layers, "sends": 3 * layers}
+        assert got["cp2 ring full"] == {"forward": 4 * layers, "backward": 2 * layers, "sends": 4 * layers}

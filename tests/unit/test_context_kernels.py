@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallax.plugins import registry
-from parallax.plugins.context import kernels, local
+from parallax.plugins.context import diagonal, kernels, local
 from parallax.plugins.context.base import AttentionMethod, AttentionSpec, ContextGroups, SequenceShards
 from parallax.plugins.context.choose import Machine, choose
 from parallax.plugins.context.exchange import replication
@@ -55,6 +55,32 @@ def test_the_fused_kernel_and_the_plain_one_agree(kv_heads: int, dtype: torch.dt
         wanted = kernels.PLAIN.backward(grad, q, k, v, out, lse, how)
         for a, b in zip(got, wanted, strict=True):
             torch.testing.assert_close(a.double(), b.double(), rtol=limit, atol=10 * limit)
+
+
+@pytest.mark.parametrize(
+    ("rows", "area"), [(512, 512 * 576 / 2), (1536, 1536 * 1600 / 2), (1300, 1024 * 1088 / 2 + 276 * 1300)]
+)
+def test_a_causal_backward_in_pieces_is_exact_and_computes_less(rows: int, area: float) -> None:
+    """Area: rows + 64 of rows + rows scores are computed in pieces; what is left over of 512 rows goes whole."""
+    draw, how = torch.Generator().manual_seed(3), Scoring(0.4, causal=True)
+    q, k, v, grad = (
+        torch.randn(2, rows, heads, dim, generator=draw, dtype=torch.float64).transpose(1, 2)
+        for heads, dim in ((4, 3), (2, 3), (2, 5), (4, 5))
+    )
+    out, lse = kernels.forward(q, k, v, how)
+    computed = 0
+
+    def call(rows: diagonal.Rows, keys: tuple[Tensor, Tensor], causal: bool) -> diagonal.Grads:
+        nonlocal computed
+        computed += rows[3].numel() * keys[0].shape[2]
+        return kernels.PLAIN.backward(rows[0], rows[1], *keys, *rows[2:], Scoring(0.4, causal=causal))
+
+    wanted = kernels.PLAIN.backward(grad, q, k, v, out, lse, how)
+    in_pieces = diagonal.in_pieces(call, (grad, q, out, lse), (k, v))
+    assert diagonal.worth(q) and computed == 2 * 4 * area
+    for got in (in_pieces, kernels.backward(grad, q, k, v, out, lse, how)):
+        for a, b in zip(got, wanted, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 
 
 def test_soft_capped_scores_are_never_a_whole_matrix() -> None:

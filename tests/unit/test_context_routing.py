@@ -179,10 +179,9 @@ def small(kind: str, head: str, **options: Any) -> nn.Module:
 
 TINY = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
 MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "falcon": (lambda: small("Falcon", "ForCausalLM", **TINY), "does not call attention"),
     "t5": (lambda: small("T5", "ForConditionalGeneration", d_model=16, d_kv=8, num_layers=1), "two sequences"),
     "classifier": (lambda: small("Llama", "ForSequenceClassification", **TINY), "looks at single tokens"),
-    "roberta": (lambda: small("Roberta", "ForMaskedLM", **TINY), "makes positions by counting tokens"),
+    "esm": (lambda: small("Esm", "ForMaskedLM", **TINY, pad_token_id=1), "makes positions by counting tokens"),
     "mamba": (lambda: small("Mamba", "ForCausalLM", hidden_size=16, num_hidden_layers=1), "mixes neighbouring tokens"),
     "lstm": (lambda: nn.Sequential(nn.Linear(2, 2), nn.LSTM(2, 2)), r"'1' \(LSTM\) mixes neighbouring tokens"),
 }
