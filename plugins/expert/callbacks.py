@@ -14,6 +14,7 @@ from lightning.pytorch import Callback
 from torch import Tensor
 
 from parallax.plugins.expert.load import LoadCounter
+from parallax.plugins.expert.picture import heat_map
 
 BIAS = "e_score_correction_bias"
 """Name of a router's buffer that is added to the scores by which experts are chosen, not to their weights."""
@@ -50,7 +51,7 @@ class ExpertLoad(_Counting):
     Args:
         every: batches between two logs, each of which sums one small tensor over the ranks.
         heat_map: a picture file (.png, .svg, ...), written at the end: load of every expert of every layer over the
-            mean. Needs matplotlib.
+            mean. Needs matplotlib. In a sweep the page of results shows it anyhow.
 
     Attributes:
         loads: at each log, for each layer the tokens of its experts.
@@ -61,12 +62,14 @@ class ExpertLoad(_Counting):
             raise ValueError(f"every must be at least 1 batch; got {every}")
         self._every, self._path = every, None if heat_map is None else Path(heat_map)
         self.loads: list[list[Tensor]] = []
+        self._layers: list[str] = []
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if (batch_idx + 1) % self._every:
             return
         assert self.counter is not None
         load = self.counter.take()
+        self._layers = self.counter.layers
         self.loads.append(load.tokens)
         exchanged = 4 if trainer.strategy.mesh.size("ep") > 1 else 0
         worst = []
@@ -83,8 +86,14 @@ class ExpertLoad(_Counting):
         pl_module.log("expert_load/imbalance", torch.stack(worst).max())
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        if self._path is not None and self.loads and trainer.is_global_zero and self.counter is not None:
-            _draw(self.counter.layers, self.loads, self._path)
+        if self._path is not None and self.loads and trainer.is_global_zero:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            heat_map(self.totals()).savefig(self._path)
+
+    def totals(self) -> dict[str, list[int]]:
+        """Layer -> tokens of each of its experts, over all logs; empty before the first."""
+        sums = [torch.stack(each).sum(0).tolist() for each in zip(*self.loads, strict=True)]
+        return dict(zip(self._layers, sums, strict=True))
 
 
 class ExpertBiasBalance(_Counting):
@@ -133,21 +142,3 @@ def _bias(model: Any, layer: str) -> Tensor:
             f"has {len(found)} of them. Balance this model by its auxiliary loss (output_router_logits=True)"
         )
     return found[0]
-
-
-def _draw(layers: list[str], loads: list[list[Tensor]], path: Path) -> None:
-    from matplotlib.figure import Figure
-
-    totals = [torch.stack(each).double().sum(0) for each in zip(*loads, strict=True)]
-    widest = max(len(t) for t in totals)
-    rows = torch.full((len(totals), widest), float("nan"), dtype=torch.float64)
-    for row, total in zip(rows, totals, strict=True):
-        row[: len(total)] = total / total.mean().clamp(min=1)
-    figure = Figure(figsize=(2 + 0.25 * widest, 1.5 + 0.3 * len(layers)), layout="constrained")
-    ax = figure.subplots()
-    image = ax.imshow(rows.numpy(), aspect="auto", cmap="coolwarm", vmin=0, vmax=2)
-    ax.set_yticks(range(len(layers)), layers, fontsize=7)
-    ax.set_xlabel("expert")
-    figure.colorbar(image, label="load over the mean")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)

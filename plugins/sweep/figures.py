@@ -1,6 +1,6 @@
-"""Pictures of a sweep: bars with their spread, a heat map over two axes, memory against time.
+"""Pictures of a sweep: bars with their spread, a heat map over two axes, memory against time, load of experts.
 
-It is: three drawings of the same runs, one panel for each series. It is not: the reading of records (`results.py`).
+It is: drawings of the same runs, one panel for each series. It is not: the reading of records (`results.py`).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from io import BytesIO
 from typing import Any
 
+from parallax.plugins.expert.picture import heat_map as expert_heat_map
 from parallax.plugins.sweep.results import Run, axes_of
 from parallax.strategies.names import unknown_name
 
@@ -107,6 +108,15 @@ def memory_against_time(runs: Sequence[Run]) -> Any:
         ax.set_ylabel("peak memory of the largest rank (MiB)")
         _finish(ax, title, "seconds a step (median)")
     return figure
+
+
+def expert_loads(runs: Sequence[Run]) -> list[tuple[Run, Any]]:
+    """The fastest run of each series among those that counted the load of experts, and its heat map."""
+    fastest: dict[str, Run] = {}
+    for run in sorted((run for run in runs if run.ok), key=_time, reverse=True):
+        if run.record.get("expert_load"):
+            fastest[run.series] = run
+    return [(run, expert_heat_map(run.record["expert_load"])) for run in fastest.values()]
 
 
 def pareto(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:

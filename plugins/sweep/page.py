@@ -63,6 +63,10 @@ def write_page(folder: Path, *, sort: str = "step_time_s", x: str | None = None,
                 data = figures.png(figure)
                 (out / f"{name}.png").write_bytes(data)
                 pictures.append((title, data))
+        pictures += [
+            (f"Load of experts: {run.series + ', ' if run.series else ''}{run.layout}", figures.png(figure))
+            for run, figure in figures.expert_loads(runs)
+        ]
     page = out / "results.html"
     page.write_text(_html(runs, pictures, folder.name))
     return page
@@ -78,7 +82,7 @@ def _html(runs: Sequence[Run], pictures: Sequence[tuple[str, bytes]], name: str)
     ]
     for title, data in pictures:
         encoded = base64.b64encode(data).decode()
-        parts.append(f'<h2>{title}</h2><img alt="{title}" src="data:image/png;base64,{encoded}">')
+        parts.append(f'<h2>{escape(title)}</h2><img alt="{escape(title)}" src="data:image/png;base64,{encoded}">')
     parts += ["<h2>All runs</h2>", f'<div class="scroll">{_table(runs)}</div>', _made_with(runs), "</body></html>"]
     return "\n".join(parts) + "\n"
 

@@ -17,6 +17,7 @@ The record of a run that went well:
                          mesh's ledger counts them; what DeepSpeed sends for ZeRO is its own and not in it
     bubble               idle share of the pipeline's schedule, simulated with backward = 2 x forward; 0 without one
     loss                 at the last step, the mean over the data ranks
+    expert_load          layer -> tokens of each of its experts, where the Trainer has the callback ExpertLoad
     versions, host, date
 """
 
@@ -31,6 +32,7 @@ from typing import Any
 import lightning as L
 import torch
 
+from parallax.plugins.expert.callbacks import ExpertLoad
 from parallax.plugins.pipeline.catalog import find_schedule, make_lists
 from parallax.plugins.pipeline.simulator import simulate
 from parallax.plugins.sweep.folder import RECORD, write_json
@@ -101,7 +103,7 @@ class RunRecord(L.Callback):
         everyones = mesh["control"].gather_objects(mine)
         if mesh.rank == 0:
             self._folder.mkdir(parents=True, exist_ok=True)
-            write_json(self._folder / RECORD, self._record(mesh, timed, everyones))
+            write_json(self._folder / RECORD, self._record(mesh, timed, everyones) | _expert_load(trainer))
 
     def _record(self, mesh: Mesh, timed: list[float], everyones: list[Any]) -> dict[str, Any]:
         memory, sent, losses = zip(*everyones, strict=True)
@@ -131,6 +133,12 @@ class RunRecord(L.Callback):
             "host": describe_host(),
             "date": time.strftime("%Y-%m-%dT%H:%M:%S"),
         }
+
+
+def _expert_load(trainer: L.Trainer) -> dict[str, Any]:
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    counted = next((each.totals() for each in callbacks if isinstance(each, ExpertLoad)), {})
+    return {"expert_load": counted} if counted else {}
 
 
 def bubble(layout: Layout) -> float:

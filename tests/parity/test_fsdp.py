@@ -46,6 +46,7 @@ CASES: dict[int, list[tuple[str, str, torch.dtype]]] = {
         ("mixtral", "dp4 ep2 fsdp", EXACT),
         ("plain_moe", "dp4 ep2 zero2 fsdp", EXACT),
         ("mixtral", "dp2 ep2 tp2 fsdp", EXACT),
+        ("mixtral", "tp2 dp2 ep2 etp1 fsdp", EXACT),
         ("lora8", "pp2 dp2 fsdp mb2", EXACT),
     ],
 }

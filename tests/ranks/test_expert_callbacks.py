@@ -1,7 +1,11 @@
-"""Callbacks around the load of experts, against one process that counts its routers' choices itself."""
+"""Callbacks around the load of experts, against one process that counts its routers' choices itself.
+
+Also what a sweep's record keeps of it.
+"""
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +16,7 @@ from lightning.pytorch import Callback, Trainer
 from torch import Tensor
 
 from parallax import ExpertBiasBalance, ExpertLoad, ParallaxStrategy
+from parallax.plugins.sweep.record import RunRecord
 from parallax.strategies.mesh import coordinates
 from parallax.strategies.verify.exact import KeepDouble
 from parallax.strategies.verify.given import Given
@@ -46,7 +51,7 @@ def train(rank: int, world: int, picture: str) -> dict[str, Any]:
             strategy=strategy, accelerator="cpu", devices=world, precision="64-true", max_epochs=1, logger=False,
             enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
             gradient_clip_val=reference.CLIP, use_distributed_sampler=False,
-            callbacks=[ExpertBiasBalance(RATE), load, record],
+            callbacks=[ExpertBiasBalance(RATE), load, record, RunRecord(Path(picture).parent / layout, 8 * SEQ)],
         )  # fmt: skip
         sizes = strategy.requested_layout.resolve(world).axis_sizes()
         with KeepDouble():
@@ -125,6 +130,13 @@ def test_every_rank_logs_the_load_of_all_ranks_and_stages(layout: str, ranks: An
                 assert values[f"expert_load/{layer}/bytes"] == float(rows)
             assert right.sum() == 8 * SEQ * TOP_K
             assert values["expert_load/imbalance"] == pytest.approx(max(float(r.max() / r.mean()) for r in want))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_record_has_the_load_of_all_steps(layout: str, ranks: Any, alone: Any) -> None:
+    record = json.loads((ranks[1].parent / layout / "record.json").read_text())
+    totals = [sum(step[i] for step in alone[0]).tolist() for i in (0, 1)]
+    assert record["expert_load"] == dict(zip(LAYERS, totals, strict=True))
 
 
 def test_heat_map_is_a_picture(ranks: Any) -> None:

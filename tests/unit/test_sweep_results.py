@@ -96,6 +96,20 @@ def test_pictures_show_the_records(swept: Path) -> None:
         figures.heat_map(runs, "zero", "pp")
 
 
+def test_load_of_experts_is_drawn_for_the_fastest_run_of_each_series(swept: Path) -> None:
+    for path in swept.glob("*_small/record.json"):
+        record = json.loads(path.read_text())
+        if record["layout"] != "pp8":
+            path.write_text(json.dumps(record | {"expert_load": {"layers.1": [2, 6, 4, 4], "layers.3": [0, 3]}}))
+    page = write_page(swept).read_text()
+    assert page.count("<img alt=") == 4 and '<h2>Load of experts: model=small, tp2 dp4</h2><img alt="Load' in page
+    ((run, figure),) = figures.expert_loads(sort_runs(read_runs(swept)))
+    assert run.layout == "tp2 dp4"
+    grid = figure.axes[0].images[0].get_array()
+    assert grid[0].tolist() == [0.5, 1.5, 1.0, 1.0] and grid[1, :2].tolist() == [0.0, 2.0] and grid.mask[1, 2:].all()
+    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["layers.1", "layers.3"]
+
+
 def test_one_layout_makes_no_heat_map_and_no_run_no_page(tmp_path: Path) -> None:
     write(tmp_path / "one", "dp8", 1.0)
     assert write_page(tmp_path / "one") is not None and not (tmp_path / "one" / "heatmap.png").exists()
