@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallax.strategies.gloo import Scattering, is_gloo
+from parallax.strategies import gloo
 
 # torch 2.13 renamed it and warns about the old name.
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -184,7 +184,13 @@ class AxisComm:
             out.view(-1).copy_(tensor.reshape(-1))
             return None
         with self._named("all_gather", nbytes(out)):
-            work = _ALL_GATHER(out.view(-1), tensor.contiguous().view(-1), group=self.group, async_op=async_op)
+            if gloo.is_gloo(self.group, tensor):
+                part = tensor.contiguous().view(-1)
+                work = gloo.all_gather(out.view(self.size, -1), part, self.group, self.index)
+                if not async_op:
+                    work.wait()
+            else:
+                work = _ALL_GATHER(out.view(-1), tensor.contiguous().view(-1), group=self.group, async_op=async_op)
         return named_work(work, self, "all_gather") if async_op else None
 
     def reduce_scatter_into(self, out: Tensor, tensor: Tensor, async_op: bool = False) -> Work | None:
@@ -196,8 +202,8 @@ class AxisComm:
             out.view(-1).copy_(tensor.reshape(-1))
             return None
         with self._named("reduce_scatter", nbytes(tensor)):
-            if is_gloo(self.group, tensor):
-                work = Scattering(out.view(-1), tensor.view(self.size, -1), self.group)
+            if gloo.is_gloo(self.group, tensor):
+                work = gloo.reduce_scatter(out.view(-1), tensor.view(self.size, -1), self.group, self.index)
                 if not async_op:
                     work.wait()
             else:

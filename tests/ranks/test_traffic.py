@@ -85,23 +85,29 @@ def test_wire_bytes_are_the_ring_algorithms() -> None:
     assert wire_bytes("all_reduce", 8_000, 1) == 0
 
 
-def scattered_rank(rank: int, world: int, dtype: torch.dtype) -> None:
+def exchanging_rank(rank: int, world: int, dtype: torch.dtype) -> None:
     comm = AxisComm("tp", range(world), rank, dist.group.WORLD, Ledger())
-    whole = [torch.arange(6 * world, dtype=torch.float64).reshape(-1, 2) * (r + 1) - 7 for r in range(world)]
-    want = torch.stack(whole).sum(0).chunk(world)[rank].to(dtype)
+    everyones = [(torch.arange(6.0 * world).view(-1, 2) * (r + 1) - 7).to(dtype) for r in range(world)]
+    summed = torch.stack(everyones).sum(0, dtype=torch.float64).to(dtype)
+    mine = everyones[rank].clone()
     for async_op in (False, True):
-        out, mine = torch.empty(3, 2, dtype=dtype), whole[rank].to(dtype)
+        parts, part = torch.empty(world, *mine.shape, dtype=dtype), torch.empty(3, 2, dtype=dtype)
         with torch.profiler.profile() as found:
-            work = comm.reduce_scatter_into(out, mine, async_op=async_op)
-            if work is not None:
-                work.wait()
-        assert torch.equal(out, want) and torch.equal(mine, whole[rank].to(dtype))
-        assert {e.name for e in found.events() if e.name.startswith("gloo:")} == {"gloo:all_to_all"}
+            for work in (
+                comm.all_gather_into(parts, mine, async_op=async_op),
+                comm.reduce_scatter_into(part, mine, async_op=async_op),
+            ):
+                if work is not None:
+                    work.wait()
+        assert torch.equal(parts, torch.stack(everyones)) and torch.equal(part, summed.chunk(world)[rank])
+        assert torch.equal(mine, everyones[rank])
+        names = [e.name for e in found.events() if e.name.startswith("gloo:")]
+        assert sorted(names) == 2 * (world - 1) * ["gloo:recv"] + 2 * (world - 1) * ["gloo:send"]
 
 
-def test_a_reduce_scatter_over_gloo_sends_no_more_than_one() -> None:
-    """gloo's own is an all-reduce, twice the bytes."""
-    run_ranks(3, scattered_rank, torch.bfloat16)
+def test_collectives_over_gloo_send_no_more_than_the_textbook_counts() -> None:
+    """gloo's own reduce-scatter is an all-reduce: twice the bytes."""
+    run_ranks(3, exchanging_rank, torch.bfloat16)
 
 
 def zero_rank(rank: int, world: int) -> Any:
