@@ -64,7 +64,7 @@ def rows(alone: dict[str, Any], found: dict[str, Any], world: int, tokens: int) 
         work = {side: [sum(parts) for parts in zip(*(rank[side]["work"] for rank in ranks), strict=True)]
                 for side in ranks[0]}  # fmt: skip
         floor, floor_work, balance = "", "", ""
-        if name in FLOORS:
+        if FLOORS.get(name) in ranks[0]:
             floor = ratio(seconds, ranks[0][FLOORS[name]]["seconds"])
             floor_work = ratio(work[name], work[FLOORS[name]])
             cpu = [statistics.median(rank[FLOORS[name]]["cpu"]) for rank in ranks]

@@ -72,14 +72,15 @@ class Sums:
 
 
 class Scratch:
-    """Memory for further pairs like `own` within one call, by name."""
+    """Memory for further pairs like `own` within one call, by name. It does not keep `own`."""
 
     def __init__(self, own: Pair) -> None:
-        self._own = own
+        self._like, self._shapes = own.flat.new_empty(0), (own.k.shape, own.v.shape)
         self._made: dict[str, Pair] = {}
 
     def __call__(self, name: str, dtype: torch.dtype | None = None) -> Pair:
         """The pair of this name, with whatever it holds; in the dtype of `own`, or `dtype`."""
         if name not in self._made:
-            self._made[name] = self._own.like(torch.empty_like(self._own.flat, dtype=dtype))
+            numel = sum(shape.numel() for shape in self._shapes)
+            self._made[name] = Pair(self._like.new_empty(numel, dtype=dtype), *self._shapes)
         return self._made[name]

@@ -12,7 +12,8 @@ with the rank after its own, arrives with what the ranks before have added, is a
 step it goes home directly, where the rank's own share has stayed. Gradients travel in fp32 (fp64 for fp64), so that
 they are rounded once.
 
-Saved for backward: q, k and v (as one packed tensor), the output, the log-sum-exp.
+Saved for backward: q, k and v as they came, the output, the log-sum-exp. Keys and values are packed for the first send
+and dropped after it.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ class _Ring(Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, spec: AttentionSpec, shards: SequenceShards,
         comm: AxisComm,
     ) -> Tensor:  # fmt: skip
-        own, row, steps = Pair.pack(k, v), Row(q, spec), steps_of(spec, shards)
-        here, queries, scratch = own, shards.ranges(comm.index), Scratch(own)
+        here, row, steps = Pair.pack(k, v), Row(q, spec), steps_of(spec, shards)
+        queries, scratch = shards.ranges(comm.index), Scratch(here)
         for step in range(steps):
             coming, work = here, None
             if step + 1 < steps:
@@ -62,30 +63,29 @@ class _Ring(Function):
             _wait(work)
             here = coming
         out, lse = row.finish(sinks, v.shape[-1])
-        ctx.save_for_backward(q, own.flat, out, lse, sinks)
-        ctx.shapes, ctx.rest = (k.shape, v.shape), (spec, shards, comm)
+        ctx.save_for_backward(q, k, v, out, lse, sinks)
+        ctx.rest = spec, shards, comm
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, flat, out, lse, sinks = ctx.saved_tensors
+        q, k, v, out, lse, sinks = ctx.saved_tensors
         spec, shards, comm = ctx.rest
-        own = Pair(flat, *ctx.shapes)
         gradients = Gradients(grad, q, out, lse, spec)
-        dk, dv = _go_round(gradients, own, steps_of(spec, shards), shards, comm)
+        dk, dv = _go_round(gradients, k, v, steps_of(spec, shards), shards, comm)
         dsinks = gradients.dsinks(sinks) if ctx.needs_input_grad[3] else None
         return gradients.dq, dk, dv, dsinks, None, None, None
 
 
 def _go_round(
-    gradients: Gradients, own: Pair, steps: int, shards: SequenceShards, comm: AxisComm
+    gradients: Gradients, k: Tensor, v: Tensor, steps: int, shards: SequenceShards, comm: AxisComm
 ) -> tuple[Tensor, Tensor]:
     """The gradients of this rank's keys and values."""
     spec, q, queries = gradients.spec, gradients.q, shards.ranges(comm.index)
-    here, scratch, dtype = own, Scratch(own), exact(gradients.q)
-    home = Sums(own.k, own.v, dtype)
-    message, incoming = own, None
+    here, dtype = Pair.pack(k, v), exact(q)
+    scratch, home = Scratch(here), Sums(k, v, dtype)
+    message, incoming = here, None
     for step in range(steps):
         last = step + 1 == steps
         coming, work = here, None
@@ -94,7 +94,7 @@ def _go_round(
             work = comm.shift(here.flat, coming.flat, tag=_KEYS)
         if step == 1:
             message = scratch("grads 0", dtype)
-        sums = _Arriving(own, message, dtype, incoming) if step else home
+        sums = _Arriving(k, v, message, dtype, incoming) if step else home
         keys = shards.ranges((comm.index - step) % comm.size)
         gradients.see(here.k, here.v, tiles_of(q, spec, queries, keys, shards.tokens), sums.add)
         sums.total()
@@ -114,8 +114,8 @@ def _go_round(
 class _Arriving(Sums):
     """Sums that may still be coming in: waited for when the first tile of the block has been computed."""
 
-    def __init__(self, own: Pair, message: Pair, dtype: torch.dtype, incoming: Work | None) -> None:
-        super().__init__(own.k, own.v, dtype, message, begun=incoming is not None)
+    def __init__(self, k: Tensor, v: Tensor, message: Pair, dtype: torch.dtype, incoming: Work | None) -> None:
+        super().__init__(k, v, dtype, message, begun=incoming is not None)
         self._incoming = incoming
 
     def add(self, columns: slice, dk: Tensor, dv: Tensor) -> None:
