@@ -56,18 +56,20 @@ def _number(sequence: CutSequence, number: Tensor) -> Tensor:
         return total.to(number.dtype)
     if not number.requires_grad:
         return _mean(sequence, number)[0].to(number)
-    mean, share = _mean(sequence, number)
     if sequence.normalized:  # cross entropy counts as it is, and what is added to it is a mean over ranks
-        return as_whole(number, mean, torch.ones_like(share))
+        mean, share = _mean(sequence, number, by_targets=False)
+        return as_whole(number, mean, share * sequence.comm.size)
+    mean, share = _mean(sequence, number)
     if sequence.padded:
         raise padding_counts(sequence, "it is not cross entropy")
     return as_whole(number, mean, share * sequence.comm.size)
 
 
-def _mean(sequence: CutSequence, number: Tensor) -> tuple[Tensor, Tensor]:
-    """(mean over ranks, this rank's share in it), by targets."""
+def _mean(sequence: CutSequence, number: Tensor, by_targets: bool = True) -> tuple[Tensor, Tensor]:
+    """(mean over ranks, this rank's share in it), by targets or all ranks alike; 0 where there are no targets."""
     own = sequence.own[sequence.microbatch].to(number.device)
-    sums = torch.stack([torch.where(own > 0, number.detach().double(), 0.0) * own, own])
+    weight = own if by_targets else torch.ones_like(own)
+    sums = torch.stack([torch.where(weight > 0, number.detach().double(), 0.0) * weight, own])
     sequence.comm.all_reduce(sums)
-    total = sums[1].clamp(min=1)
-    return sums[0] / total, own / total
+    total = sums[1].clamp(min=1) if by_targets else weight * sequence.comm.size
+    return torch.where(sums[1] > 0, sums[0] / total, 0.0), weight / total

@@ -175,6 +175,12 @@ def own_loss(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
     return model(**batch).loss
 
 
+def z_loss(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
+    """With a loss of the step's own: the mean over tokens of the squared log-sum of router logits (ST-MoE, eq. 5)."""
+    out = model(**batch)
+    return out.loss + 0.1 * torch.cat(out.router_logits).logsumexp(-1).square().mean()
+
+
 def plain_moe_loss(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
     return F.cross_entropy(model(batch["ids"]).flatten(0, 1), batch["labels"].flatten())
 
@@ -194,6 +200,7 @@ BALANCED_MOE: Mapping[str, tuple[Callable[[], nn.Module], Callable[[Any, Any], T
     {
         "mixtral_balanced": (partial(mixtral, **BALANCED), own_loss, "input_ids"),
         "qwen3_moe_balanced": (partial(qwen3_moe, dense=2, **BALANCED), own_loss, "input_ids"),
+        "mixtral_z": (partial(mixtral, **BALANCED), z_loss, "input_ids"),
     }
 )
 """With an auxiliary loss; the second one has no router on the first of two pipeline stages."""

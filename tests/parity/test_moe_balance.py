@@ -1,4 +1,4 @@
-"""The auxiliary loss of a mixture of experts counts once, whatever the layout, in fp64.
+"""The auxiliary loss of a mixture of experts, and a z-loss of the step's own, count once at any layout, in fp64.
 
 transformers computes it from the router logits of one forward, so it depends on which samples are in it. The right
 values are those of one process that averages the same groups of samples; with `expert_balance="global"` a group is
@@ -32,14 +32,19 @@ CASES: dict[tuple[str, str], Parts] = {
     ("dp4 ep2 zero2", "global"): WHOLE,
     ("pp2 dp2 ep2 mb2", "global"): ACROSS,
 }
+RUNS = [
+    (model, case)
+    for model in BALANCED_MOE
+    for case in CASES
+    if model != "mixtral_z" or (case[1] == "microbatch" and "dp2" in case[0])  # a z-loss is each data rank's own
+]
 
 
 def train(rank: int, world: int) -> dict[Any, Any]:
     with KeepDouble():
         return {
             (model, case): harness.train_rank(rank, world, model, torch.float64, case[0], {"expert_balance": case[1]})
-            for model in BALANCED_MOE
-            for case in CASES
+            for model, case in RUNS
         }
 
 
@@ -49,8 +54,9 @@ def ranks() -> Any:
 
 
 @pytest.mark.limit(300)
-@pytest.mark.parametrize("case", CASES, ids=[f"{la.replace(' ', '_')}-{how}" for la, how in CASES])
-@pytest.mark.parametrize("model", BALANCED_MOE)
+@pytest.mark.parametrize(
+    ("model", "case"), RUNS, ids=[f"{model}-{la.replace(' ', '_')}-{how}" for model, (la, how) in RUNS]
+)
 def test_equals_one_process_that_averages_the_same_samples(model: str, case: tuple[str, str], ranks: Any) -> None:
     with KeepDouble():
         want = reference.train(model, torch.float64, parts=CASES[case])
