@@ -193,17 +193,22 @@ class AxisComm:
                 work = _ALL_GATHER(out.view(-1), tensor.contiguous().view(-1), group=self.group, async_op=async_op)
         return named_work(work, self, "all_gather") if async_op else None
 
-    def reduce_scatter_into(self, out: Tensor, tensor: Tensor, async_op: bool = False) -> Work | None:
+    def reduce_scatter_into(
+        self, out: Tensor, tensor: Tensor, async_op: bool = False, fill: gloo.Fill | None = None
+    ) -> Work | None:
         """Fill `out` with this rank's part, in axis order, of the sum over ranks of `tensor`, `size` times as large.
 
-        Both are contiguous; parts are consecutive blocks of `tensor` seen as flat memory (dim 0).
+        Both are contiguous; parts are consecutive blocks of `tensor` seen as flat memory (dim 0). `fill`, if given, is
+        called to compute some ranks' parts of `tensor`, so that some can travel while others are computed.
         """
+        if fill is not None and not gloo.is_gloo(self.group, tensor):
+            fill(slice(0, self.size))
         if self.size == 1:
             out.view(-1).copy_(tensor.reshape(-1))
             return None
         with self._named("reduce_scatter", nbytes(tensor)):
             if gloo.is_gloo(self.group, tensor):
-                work = gloo.reduce_scatter(out.view(-1), tensor.view(self.size, -1), self.group, self.index)
+                work = gloo.reduce_scatter(out.view(-1), tensor.view(self.size, -1), self.group, self.index, fill)
                 if not async_op:
                     work.wait()
             else:

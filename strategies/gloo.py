@@ -7,12 +7,15 @@ counted or named (`comm.py`), nor for other backends, nor for memory of other de
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+Fill = Callable[[slice], None]
+"""Computes some ranks' parts of a tensor, seen as one row for each rank."""
 TAG = 1
 """Of these messages, so that none is taken for one of a pipeline or a ring."""
 
@@ -56,13 +59,23 @@ def all_gather(out: Tensor, part: Tensor, group: Any, index: int) -> Exchange:
     return Exchange(works, [out, part], [])
 
 
-def reduce_scatter(out: Tensor, parts: Tensor, group: Any, index: int) -> Exchange:
-    """Fill `out` [n] with row `index` of the sum over ranks of `parts` [ranks, n]."""
+def reduce_scatter(out: Tensor, parts: Tensor, group: Any, index: int, fill: Fill | None = None) -> Exchange:
+    """Fill `out` [n] with row `index` of the sum over ranks of `parts` [ranks, n]; `fill` computes rows of it."""
     peers = _peers(len(parts), index)
     received = [out, *parts.new_empty(len(peers) - 1, *out.shape)]
     works = [dist.irecv(row, group=group, group_src=peer, tag=TAG) for row, peer in zip(received, peers, strict=True)]
-    works += [dist.isend(parts[peer], group=group, group_dst=peer, tag=TAG) for peer in reversed(peers)]
+    for rows in others(len(parts), index):
+        if fill is not None:
+            fill(rows)
+        works += [dist.isend(parts[to], group=group, group_dst=to, tag=TAG) for to in range(rows.start, rows.stop)]
+    if fill is not None:
+        fill(slice(index, index + 1))
     return Exchange(works, [parts], [(out, row) for row in (parts[index], *received[1:])])
+
+
+def others(ranks: int, index: int) -> list[slice]:
+    """Those after rank `index`, and those before it."""
+    return [rows for rows in (slice(index + 1, ranks), slice(0, index)) if rows.stop > rows.start]
 
 
 def _peers(ranks: int, index: int) -> list[int]:

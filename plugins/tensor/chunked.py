@@ -1,11 +1,13 @@
-"""Row-parallel products in pieces, so that a piece is on its way while the next is computed.
+"""Row-parallel products of which a part is on its way while another is computed.
 
-It is: what a row layer computes and sends, for whole sequences (`summed_product`) and for shards (`scattered_product`;
-there the gathering of the gradient overlaps with the gradient of the input, too). It is not: worth it everywhere: a
-piece is a smaller product and a message of its own. In one piece unless `tp_chunks` is set, and where a pipeline
-postpones gradients of weights, which must find the product as it is.
+It is: what a row layer computes and sends, for whole sequences (`summed_product`) and for shards (`scattered_product`).
+It is not: used where a pipeline postpones gradients of weights, which must find the product as it is.
 
-A piece of a shard is a run of every rank's tokens, so that each piece can be scattered by itself.
+On shards the product of other ranks' tokens comes before that of this rank's, so that it can travel meanwhile, where
+the backend takes a message in parts; and while the gradient arrives, that of the input is computed for this rank's
+tokens. That costs nothing. With `tp_chunks` a product is also made in several pieces, each a smaller product and a
+message of its own, which does not pay everywhere; a piece of a shard is a run of every rank's tokens, so that each can
+be scattered by itself.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ from parallax.plugins.tensor.functions import reduce_from_region
 from parallax.plugins.tensor.sequence_functions import Tokens, scatter_from_region
 from parallax.plugins.tensor.workspace import Workspace
 from parallax.strategies.accumulating import autocast_dtype, is_autocast, products_are_watched
+from parallax.strategies.accumulation import weight_gradient
 from parallax.strategies.comm import AxisComm, Work
+from parallax.strategies.gloo import Fill
 
 
 def _flat(x: Tensor) -> Tensor:
@@ -72,16 +76,16 @@ class _Scatter(Function):
     ) -> Tensor:
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         ctx.tokens, ctx.comm, ctx.space, ctx.pieces = tokens, comm, space, pieces
-        ctx.shape = x.shape
+        ctx.shape, ctx.weight = x.shape, weight
         rows = _by_rank(_flat(x), tokens)
         shard = x.new_empty(tokens.each, weight.shape[0])
         flying: deque[Work | None] = deque()
         for i, (start, stop) in enumerate(_bounds(tokens.each, pieces)):
             if len(flying) == 2:  # whose buffer comes next
                 _wait(flying.popleft())
-            piece = space.take(f"piece{i % 2}", (tokens.ranks * (stop - start), weight.shape[0]), x)
-            torch.mm(_flat(rows[:, start:stop]), weight.t(), out=piece)
-            flying.append(comm.reduce_scatter_into(shard[start:stop], piece, async_op=True))
+            piece = space.take(f"piece{i % 2}", (tokens.ranks, stop - start, weight.shape[0]), x)
+            fill = _product(rows[:, start:stop], weight, piece)
+            flying.append(comm.reduce_scatter_into(shard[start:stop], piece, async_op=True, fill=fill))
         for work in flying:
             _wait(work)
         return shard.view(*tokens.shard_shape, -1)
@@ -93,26 +97,49 @@ class _Scatter(Function):
         tokens: Tokens = ctx.tokens
         grad, rows = _flat(grad), None if x is None else _by_rank(_flat(x), tokens)
         inputs = grad.new_empty(tokens.ranks, tokens.each, weight.shape[1]) if ctx.needs_input_grad[0] else None
-        weights = None if rows is None else torch.zeros_like(weight)
+        weights: Tensor | None = None
         bounds = list(_bounds(tokens.each, ctx.pieces))
         coming = [_gather_piece(ctx, grad, bounds, 0)]
         for i, (start, stop) in enumerate(bounds):
             if i + 1 < len(bounds):
                 coming.append(_gather_piece(ctx, grad, bounds, i + 1))
             piece, work = coming[i]
-            _wait(work)
             if inputs is not None:
-                inputs[:, start:stop] = (piece @ weight).view(tokens.ranks, stop - start, -1)
-            if rows is not None and weights is not None:
-                weights.addmm_(piece.t(), _flat(rows[:, start:stop]))
+                _input_grads(grad[start:stop], piece, weight, inputs[:, start:stop], ctx.comm.index, work)
+            else:
+                _wait(work)
+            if rows is not None:
+                left, right = _flat(piece).t(), _flat(rows[:, start:stop])
+                if len(bounds) == 1:
+                    weights = weight_gradient(ctx.weight, left, right)
+                else:
+                    weights = left @ right if weights is None else weights.addmm_(left, right)
         if inputs is not None:
             inputs = _flat(inputs)[: tokens.count].view(ctx.shape)
         return inputs, weights, None, None, None, None
 
 
+def _product(rows: Tensor, weight: Tensor, out: Tensor) -> Fill:
+    """What computes some ranks' parts of rows W^T, [ranks, n, features] each."""
+
+    def fill(ranks: slice) -> None:
+        torch.mm(_flat(rows[ranks]), weight.t(), out=out[ranks].view(-1, out.shape[-1]))
+
+    return fill
+
+
+def _input_grads(mine: Tensor, grads: Tensor, weight: Tensor, out: Tensor, index: int, work: Work | None) -> None:
+    """grads W, [ranks, n, in], to `out`: for this rank's tokens from `mine`, while others' arrive in `grads`."""
+    torch.mm(mine, weight, out=out[index])
+    _wait(work)
+    for rank in range(len(grads)):
+        if rank != index:
+            torch.mm(grads[rank], weight, out=out[rank])
+
+
 def _gather_piece(ctx: Any, grad: Tensor, bounds: list[tuple[int, int]], i: int) -> tuple[Tensor, Work | None]:
     start, stop = bounds[i]
-    piece = ctx.space.take(f"piece{i % 2}", (ctx.tokens.ranks * (stop - start), grad.shape[1]), grad)
+    piece = ctx.space.take(f"piece{i % 2}", (ctx.tokens.ranks, stop - start, grad.shape[1]), grad)
     return piece, ctx.comm.all_gather_into(piece, grad[start:stop], async_op=True)
 
 
@@ -134,9 +161,12 @@ def summed_product(x: Tensor, weight: Tensor, comm: AxisComm, pieces: int) -> Te
 
 
 def scattered_product(
-    x: Tensor, weight: Tensor, tokens: Tokens, comm: AxisComm, space: Workspace, pieces: int
+    x: Tensor, weight: Tensor, tokens: Tokens, comm: AxisComm, space: Workspace, pieces: int, recomputed: bool
 ) -> Tensor:
-    """This rank's tokens of the sum over ranks of x W^T, in `pieces` messages."""
-    if pieces == 1 or products_are_watched():
+    """This rank's tokens of the sum over ranks of x W^T, in `pieces` messages.
+
+    A layer that is `recomputed` in backward needs no sum at its end then: the product has saved what is needed before.
+    """
+    if products_are_watched() or (recomputed and pieces == 1):
         return scatter_from_region(F.linear(x, weight), tokens, comm, space)
     return cast(Tensor, _Scatter.apply(*_cast(x, weight), tokens, comm, space, pieces))

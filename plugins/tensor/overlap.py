@@ -25,6 +25,7 @@ from torch.nn import functional as F
 
 from parallax.plugins.tensor.sequence_functions import Tokens, unpadded
 from parallax.plugins.tensor.workspace import Workspace
+from parallax.strategies.accumulation import weight_gradient
 from parallax.strategies.comm import AxisComm, Work
 
 
@@ -96,7 +97,7 @@ def _weight_grads(ctx: Any, grad: Tensor | None, x: Tensor | None) -> tuple[Tens
     """Gradients of weight and bias, where they are asked for."""
     if grad is None:
         return None, None
-    weight = _flat(grad).t() @ _flat(x) if x is not None else None
+    weight = weight_gradient(ctx.weight, _flat(grad).t(), _flat(x)) if x is not None else None
     return weight, _flat(grad).sum(0) if ctx.bias_grad else None
 
 
@@ -105,7 +106,7 @@ class _Lead(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, comm: AxisComm) -> tuple[Tensor, Tensor]:
-        ctx.comm, ctx.bias_grad = comm, ctx.needs_input_grad[2]
+        ctx.comm, ctx.weight, ctx.bias_grad = comm, weight, ctx.needs_input_grad[2]
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         return F.linear(x, weight, bias), x.detach()  # an alias: x itself would make the output a view of it
@@ -126,7 +127,7 @@ class _Lead(Function):
 
 
 def _save(ctx: Any, whole: Tensor, shard: Tensor, weight: Tensor, gathering: Gathering) -> None:
-    ctx.gathering, ctx.bias_grad = gathering, ctx.needs_input_grad[3]
+    ctx.gathering, ctx.weight, ctx.bias_grad = gathering, weight, ctx.needs_input_grad[3]
     ctx.set_materialize_grads(False)
     saved = (whole if gathering.keeps else shard) if ctx.needs_input_grad[2] else None
     ctx.save_for_backward(saved, weight)

@@ -120,7 +120,7 @@ class Sequence:
                 f"a row layer got {tuple(x.shape[:-1])} tokens, but the gathered sequence has {tokens.shape}: "
                 "the code between column and row layer changes the sequence; use sequence_parallel=False"
             )
-        return scattered_product(x, weight, tokens, self.comm, self.space, pieces)
+        return scattered_product(x, weight, tokens, self.comm, self.space, pieces, self._keeps)
 
     def repeated(self, shard: Tensor) -> Tensor:
         """The whole input of a module that every rank runs alike."""

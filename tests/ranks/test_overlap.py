@@ -92,8 +92,11 @@ def test_gradients_of_weights_are_computed_while_those_of_inputs_are_summed() ->
     for found in run_ranks(WORLD, _backward, True):
         assert found["all_reduce"] == []
         assert found["reduce_scatter"] == [[shape] for shape in leaders]
-        # the second gathering of a block's input: the input gradient of the layer that needs it first meanwhile
-        assert found["all_gather"] == [[(BATCH * SEQ, HIDDEN)]] * (2 * LAYERS + 1)
+        # the second gathering of a block's input: the input gradient of the layer that needs it first meanwhile; the
+        # gathering of a row layer's gradient: that of its input for this rank's tokens
+        again, mine = (BATCH * SEQ, HIDDEN), BATCH * SEQ // WORLD
+        rows = [[(mine, MLP // WORLD)], [again]], [[(mine, 8 * HEAD_DIM // WORLD)], [again]]
+        assert found["all_gather"] == [[again], *(sum(rows, []) * LAYERS)]
 
 
 def _pieces(rank: int, world: int) -> tuple[list[Event], list[Event]]:
@@ -104,14 +107,15 @@ def _pieces(rank: int, world: int) -> tuple[list[Event], list[Event]]:
 
 
 def test_a_piece_is_sent_while_the_next_is_computed() -> None:
-    """Ten tokens over two ranks are runs of three and two of each rank's."""
-    first, second = (2 * 3, HIDDEN), (2 * 2, HIDDEN)
+    """Ten tokens over two ranks are runs of three and two of each rank's; the other rank's tokens come first where they
+    are sent, this rank's where others' arrive."""
+    first, second = ("product", (3, HIDDEN)), ("product", (2, HIDDEN))
     start, wait = ("start", "reduce_scatter"), ("wait", "reduce_scatter")
-    sent = [("product", first), start, ("product", second), start, wait, wait]
+    sent = [first, first, start, second, second, start, wait, wait]
     start, wait = ("start", "all_gather"), ("wait", "all_gather")
     got: Callable[[int], list[Event]] = lambda width: [  # noqa: E731
-        start, start, wait, ("product", (first[0], width)), ("product", (HIDDEN, width)),
-        wait, ("product", (second[0], width)), ("product", (HIDDEN, width)),
+        start, start, ("product", (3, width)), wait, ("product", (3, width)), ("product", (HIDDEN, width)),
+        ("product", (2, width)), wait, ("product", (2, width)), ("product", (HIDDEN, width)),
     ]  # fmt: skip
     for forward, backward in run_ranks(WORLD, _pieces):
         assert _count(forward, sent) == 2 * LAYERS

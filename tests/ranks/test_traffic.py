@@ -90,17 +90,25 @@ def exchanging_rank(rank: int, world: int, dtype: torch.dtype) -> None:
     everyones = [(torch.arange(6.0 * world).view(-1, 2) * (r + 1) - 7).to(dtype) for r in range(world)]
     summed = torch.stack(everyones).sum(0, dtype=torch.float64).to(dtype)
     mine = everyones[rank].clone()
+    asked: list[slice] = []
+
+    def fill(ranks: slice) -> None:
+        asked.append(ranks)
+        given.view(world, -1)[ranks] = mine.view(world, -1)[ranks]
+
     for async_op in (False, True):
+        given = torch.full_like(mine, torch.nan)
         parts, part = torch.empty(world, *mine.shape, dtype=dtype), torch.empty(3, 2, dtype=dtype)
         with torch.profiler.profile() as found:
             for work in (
                 comm.all_gather_into(parts, mine, async_op=async_op),
-                comm.reduce_scatter_into(part, mine, async_op=async_op),
+                comm.reduce_scatter_into(part, given, async_op=async_op, fill=fill),
             ):
                 if work is not None:
                     work.wait()
         assert torch.equal(parts, torch.stack(everyones)) and torch.equal(part, summed.chunk(world)[rank])
         assert torch.equal(mine, everyones[rank])
+        assert asked.pop() == slice(rank, rank + 1), "what stays here is computed last"
         names = [e.name for e in found.events() if e.name.startswith("gloo:")]
         assert sorted(names) == 2 * (world - 1) * ["gloo:recv"] + 2 * (world - 1) * ["gloo:send"]
 
