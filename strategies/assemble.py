@@ -16,6 +16,7 @@ from torch import nn
 
 from parallax.plugins import registry
 from parallax.plugins.base import ParallelPlugin, ParamShard
+from parallax.plugins.data.base import DataEngine
 from parallax.strategies import recompute
 from parallax.strategies.deferred import Recording
 from parallax.strategies.fingerprint import fingerprint
@@ -66,6 +67,32 @@ def make_plugins(layout: Layout, options: Mapping[str, Mapping[str, Any]]) -> li
             f"serves it (installed: {', '.join(served)}); set it to 1 or install a plugin for it"
         )
     return [plugin for axis, _ in ORDER for plugin in found[axis]]
+
+
+def make_data_engine(layout: Layout, options: Mapping[str, Any]) -> DataEngine:
+    """A fresh data engine.
+
+    Args:
+        layout: resolved.
+        options: keyword arguments of the engine that the user gave; None leaves them out.
+
+    Raises:
+        ValueError: it cannot work, or an option does nothing at `layout`.
+    """
+    kind: type[DataEngine] = registry.load("parallax.data_engines", layout.resolved_data_engine)
+    kind.check(layout)
+    given = {name: value for name, value in options.items() if value is not None}
+    if given and (layout.zero_stage, layout.resolved_data_engine) != (3, "deepspeed"):
+        raise ValueError(
+            f"zero3_prefetch is set, but data engine {layout.resolved_data_engine!r} at ZeRO stage {layout.zero_stage} "
+            f"has nothing to gather ahead in DeepSpeed's way; leave it out"
+        )
+    if given.get("prefetch") and layout.pipeline_parallel_size > 1:
+        raise ValueError(
+            "zero3_prefetch=True, but under a pipeline several forwards are in flight and the order of layers, by "
+            "which ZeRO-3 gathers ahead, does not repeat; leave it out"
+        )
+    return kind(**given)
 
 
 def shard_lookup(plugins: Sequence[ParallelPlugin]) -> Callable[[str], ParamShard | None]:

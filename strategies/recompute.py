@@ -71,6 +71,17 @@ def apply(layout: Layout, model: nn.Module) -> None:
                     _recompute_layer(layer)
 
 
+def recomputed_layers(layout: Layout, model: nn.Module) -> frozenset[str]:
+    """FQNs of the layers of a whole model that are computed again one by one, by the layout or by the model itself."""
+    full, hf = layout.recompute == "full", any(True for _ in _hf_models(model))
+    layer: Any = getattr(sys.modules.get("transformers.modeling_layers"), "GradientCheckpointingLayer", ())
+    found = {n for n, m in model.named_modules() if isinstance(m, layer) and (full or m.gradient_checkpointing)}
+    if full and not hf:
+        name = find_structure(model).layers
+        found |= {f"{name}.{i}" for i, _ in model.get_submodule(name).named_children()}
+    return frozenset(found)
+
+
 def _hf_models(model: nn.Module) -> Iterator[Any]:
     """Outermost Hugging Face models in `model`; transformers is never imported here."""
     base: Any = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", ())

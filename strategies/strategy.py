@@ -17,7 +17,6 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
-from parallax.plugins import registry
 from parallax.plugins.base import ParallelPlugin
 from parallax.plugins.data.base import DataEngine
 from parallax.plugins.launch import same_on_every_rank
@@ -26,7 +25,7 @@ from parallax.plugins.pipeline.catalog import Schedule, find_schedule, name_of
 from parallax.plugins.pipeline.partition import Asked
 from parallax.strategies import callbacks, recompute, refusals
 from parallax.strategies.announce import announce, summarize_sharded
-from parallax.strategies.assemble import assemble, averaged_lookup, make_plugins, owned_lookup
+from parallax.strategies.assemble import assemble, averaged_lookup, make_data_engine, make_plugins, owned_lookup
 from parallax.strategies.deferred import Recording, deferred_init
 from parallax.strategies.engine import Engine
 from parallax.strategies.layout import Layout
@@ -56,6 +55,9 @@ class ParallaxStrategy(StepStrategy):
         pp_partition: which layers go to which pipeline stage: "cost" (the default: the dearest stage as cheap as can
             be, by estimated cost), "parameters", "uniform", costs by module name as `measure_layer_costs` gives them
             (or a .json file of them), the number of layers of each stage, or names of layers (docs/pipeline.md).
+        zero3_prefetch: whether DeepSpeed's ZeRO-3 gathers weights ahead of the layers that use them, and keeps those
+            used again soon, by the order of the first step. None does without a pipeline; False gathers each layer's
+            weights when it runs.
         schedule: the pipeline schedule, as in a layout: a name, the path of a .csv file, "module:function"; or the
             function itself, `(num_ranks, num_microbatches, stages_per_rank) -> lists of actions` (docs/pipeline.md).
         precision: overrides the Trainer's; the only way to get 16-mixed on CPU, where Lightning replaces it.
@@ -87,6 +89,7 @@ class ParallaxStrategy(StepStrategy):
         expert_chunks: int | None = None,
         cp_plan: Mapping[str, int] | None = None,
         pp_partition: Asked | None = None,
+        zero3_prefetch: bool | None = None,
         schedule: str | Schedule | None = None,
         precision: str | None = None,
         timeout: timedelta = timedelta(minutes=10),
@@ -126,6 +129,7 @@ class ParallaxStrategy(StepStrategy):
                 "chunks": expert_chunks,
             },
             "cp": {"plan": cp_plan},
+            "data": {"prefetch": zero3_prefetch},
         }
         self._recording: Recording | None = None
 
@@ -153,6 +157,10 @@ class ParallaxStrategy(StepStrategy):
         """Fresh plugins for a resolved `layout`, with the options this strategy was given, in order of application."""
         return make_plugins(layout, self._options)
 
+    def new_data_engine(self, layout: Layout) -> DataEngine:
+        """A fresh data engine, likewise."""
+        return make_data_engine(layout, self._options["data"])
+
     # Set-up
 
     def setup_environment(self) -> None:
@@ -164,8 +172,7 @@ class ParallaxStrategy(StepStrategy):
         with same_on_every_rank():
             layout = self.requested_layout.resolve(self.world_size)
             plugins = self.new_plugins(layout)
-            engine: type[DataEngine] = registry.load("parallax.data_engines", layout.resolved_data_engine)
-            engine.check(layout)
+            self.new_data_engine(layout)  # refuses what cannot work
             self._schedule = self._options["pp"]["schedule"] or find_schedule(layout.schedule)
         if self._mesh is None:
             self._plugins = plugins
@@ -257,7 +264,7 @@ class ParallaxStrategy(StepStrategy):
 
     def _make_engine(self, module: nn.Module, *, training: bool) -> Engine:
         layout = self.mesh.layout
-        data: DataEngine = registry.load("parallax.data_engines", layout.resolved_data_engine)()
+        data = self.new_data_engine(layout)
         data.completed_by_plugins = any(p.completes_grads for p in self._plugins)
         data.setup(
             module,

@@ -103,8 +103,10 @@ class Trace:
     Attributes:
         calls: module -> its calls, in order.
         handed: module -> what travels on when a pipeline is cut after it, call by call.
+        last_save: module -> the one in it, or it itself, that was the last to save a tensor for backward.
         losses, attentions: in order.
         numbers: single numbers with a fraction that the step returned; `tensors`: bytes of each other tensor in it.
+        balanced: what each auxiliary loss was given: router logits of every layer, and a mask or None.
         logs: numbers that were logged.
         shifted: bytes of each tensor of labels that is shifted by one.
         tokens: of a whole sequence.
@@ -112,6 +114,8 @@ class Trace:
 
     calls: dict[nn.Module, list[Call]] = field(default_factory=dict)
     handed: dict[nn.Module, list[tuple[Seen, ...]]] = field(default_factory=dict)
+    last_save: dict[nn.Module, nn.Module] = field(default_factory=dict)
+    balanced: list[tuple[tuple[Seen, ...], Seen | None]] = field(default_factory=list)
     losses: list[Loss] = field(default_factory=list)
     attentions: list[Attention] = field(default_factory=list)
     numbers: int = 0
@@ -155,6 +159,7 @@ class Case:
         first: whether ranks have never seen such shapes: descriptions travel once.
         step: from 0.
         groups: names of the parameters in each group of the user's optimizer.
+        recomputed: names of the layers that are computed again in backward.
     """
 
     layout: Layout
@@ -169,6 +174,7 @@ class Case:
     first: bool = False
     step: int = 0
     groups: tuple[frozenset[str], ...] = ()
+    recomputed: frozenset[str] = frozenset()
 
     def here(self, fqn: str) -> bool:
         """Whether this rank runs module `fqn`."""
@@ -182,6 +188,26 @@ class Case:
     def halved(self, fqn: str) -> int:
         """Micro-batches whose backward through `fqn` runs in two halves."""
         return self.stages.halved(self.stages.stage(fqn))
+
+    def again(self, fqn: str, *, ending: bool = False) -> int:
+        """Micro-batches in whose backward the forward of `fqn` runs once more, and with it what that sends.
+
+        A recomputed layer runs until all that backward needs is there: what a module sends after the layer's last saved
+        tensor (`ending`: when its own work is done) is not sent again. A recomputed pipeline stage runs to its end; the
+        last one never does, nor the first micro-batch of a shape.
+        """
+        if self.layout.recompute == "stage":
+            last = self.stages.stage(fqn) + 1 == len(self.stages.placement)
+            return 0 if last else self.microbatches - self.first
+        layer = self.recomputed_layer(fqn)
+        saved = None if layer is None else self.trace.last_save.get(self.model.get_submodule(layer))
+        if saved is None or (ending and saved in self.model.get_submodule(fqn).modules()):
+            return 0
+        return self.microbatches
+
+    def recomputed_layer(self, fqn: str) -> str | None:
+        """The recomputed layer that `fqn` is in, or is."""
+        return next((name for name in self.recomputed if f"{fqn}.".startswith(f"{name}.")), None)
 
     def calls(self, module: nn.Module) -> list[Call]:
         return self.trace.calls.get(module, [])
@@ -202,7 +228,6 @@ class Expected:
 
     Attributes:
         counts: (axis, kind, phase) -> Traffic.
-        least: for rows of which only bounds are known the lower one; `counts` has the upper one then.
         pooled: rows of which only the sum over the group is known: how it is spread depends on values.
         missing: who has no formula, in words.
     """
@@ -210,7 +235,6 @@ class Expected:
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
         self.counts: dict[Key, Traffic] = {}
-        self.least: dict[Key, Traffic] = {}
         self.pooled: set[Key] = set()
         self.missing: list[str] = []
 
@@ -225,11 +249,6 @@ class Expected:
                 old = self.counts.get((axis, kind, phase), Traffic())
                 calls, nbytes = old.calls + times * traffic.calls, old.bytes + times * traffic.bytes
                 self.counts[axis, kind, phase] = Traffic(calls, nbytes)
-
-    def bound(self, axis: str, kind: str, phase: str, less: Traffic) -> None:
-        """This row may have up to so many calls and bytes fewer."""
-        most = self.counts.get((axis, kind, phase), Traffic())
-        self.least[axis, kind, phase] = Traffic(most.calls - less.calls, most.bytes - less.bytes)
 
     def pool(self, axis: str, kind: str, phase: str) -> None:
         """Only the group's sum of bytes is known for this row."""

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from parallax.plugins.context import functional, indexing, losses, multi_head, tracked
 from parallax.plugins.context.sequence import CutSequence
+from parallax.strategies.function_modes import BACKWARDS, backward_inside
 
 Handler = Callable[..., Any]
 """(sequence, function, *args, **kwargs of the call) -> its result."""
@@ -53,35 +53,17 @@ class Routed(TorchFunctionMode):
         self._sequence, self._handlers = sequence, handlers
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.backward:
-            return self._tensor_backward(*args, **(kwargs or {}))
-        if func in (torch.autograd.backward, torch.autograd.grad):
-            return self._backward(func, *args, **(kwargs or {}))
+        if func in BACKWARDS:
+            return backward_inside(self, func, *args, **(kwargs or {}))
         handler = self._handlers.get(func)
         if handler is None or self._sequence.inside or _in_backward():
             return func(*args, **(kwargs or {}))
         return handler(self._sequence, func, *args, **(kwargs or {}))
 
-    def _tensor_backward(self, tensor: Tensor, gradient: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
-        return self._backward(torch.autograd.backward, tensor, gradient, *args, **kwargs)
-
-    def _backward(self, func: Any, outputs: Any, *args: Any, inputs: Any = None, **kwargs: Any) -> Any:
-        if func is torch.autograd.grad and inputs is None:
-            inputs, *args = args  # type: ignore[assignment]
-        with self:
-            return func(_edges(outputs), *args, inputs=_edges(inputs), **kwargs)
-
 
 def _in_backward() -> bool:
     """Whether a backward runs itself, rather than a forward or what is recomputed for a backward."""
     return torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
-
-
-def _edges(tensors: Any) -> Any:
-    """Tensors by their place in the graph, which is no tensor whose backward the mode would be asked about again."""
-    if isinstance(tensors, Tensor):
-        return get_gradient_edge(tensors)
-    return None if tensors is None else tuple(map(_edges, tensors))
 
 
 @contextmanager

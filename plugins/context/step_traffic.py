@@ -24,13 +24,14 @@ PAIR = 16
 def add_traffic(case: Case, out: Expected) -> None:
     """Add what this rank sends over "cp" and its inner and outer groups."""
     layout, trace, times = case.layout, case.trace, case.microbatches
-    if layout.recompute in ("full", "stage"):
-        raise NotImplementedError("context parallelism states no formula of what recomputed layers send again")
     shards = SequenceShards.of(trace.tokens, layout.context_parallel_size, layout.context_sharding)
     names = {module: fqn for fqn, module in case.model.named_modules()}
     for attention in trace.attentions:
-        if case.here(names[attention.module]):
-            out.add_all(_calls(case, attention, shards), times)
+        if case.here(name := names[attention.module]):
+            calls = _calls(case, attention, shards)
+            out.add_all(calls, times)
+            forward = {key: t for key, t in calls.items() if key[2] == "forward"}
+            out.add_all({(axis, kind, "backward"): t for (axis, kind, _), t in forward.items()}, case.again(name))
     if case.ends_here:
         for loss in trace.losses:
             if loss.mean:

@@ -157,14 +157,13 @@ class DataEngine(ABC):
     def load_optimizer_state(self, state: dict[str, Any]) -> None:
         """The counterpart of `optimizer_state`."""
 
-    @classmethod
-    def traffic(cls, case: Case, out: Expected) -> None:
+    def traffic(self, case: Case, out: Expected) -> None:
         """Add to `out` what this rank sends for the engine in one optimizer step, by closed formula.
 
         Raises:
             NotImplementedError: there is no formula (for `case`); `parallax verify --bytes` then fails and names it.
         """
-        raise NotImplementedError(f"data engine {cls.name!r} states no formula of what it sends (DataEngine.traffic)")
+        raise NotImplementedError(f"data engine {self.name!r} states no formula of what it sends (DataEngine.traffic)")
 
     def teardown(self) -> None:
         """Release buffers, hooks and patches."""

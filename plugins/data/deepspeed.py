@@ -44,10 +44,20 @@ class DeepSpeedEngine(DataEngine):
     rest, so weight decay and momentum act on it (in one process it would be skipped). All trainable parameters
     of a rank have one dtype: fp32, bf16 (fp32 masters) or fp64. Without an optimizer nothing is sharded and the
     module runs as it is, at every stage.
+
+    Args:
+        prefetch: whether ZeRO-3 gathers ahead; None: where no pipeline is. See `ParallaxStrategy`.
     """
 
     name: ClassVar[str] = "deepspeed"
     zero_stages: ClassVar[tuple[int, ...]] = (1, 2, 3)
+
+    def __init__(self, prefetch: bool | None = None) -> None:
+        self._prefetch = prefetch
+
+    def _gathers_ahead(self, layout: Layout) -> bool:
+        """Whether ZeRO-3 gathers by a recorded order, which repeats only where one forward is in flight."""
+        return self._prefetch is not False and layout.pipeline_parallel_size == 1
 
     @classmethod
     def check(cls, layout: Layout) -> None:
@@ -111,7 +121,7 @@ class DeepSpeedEngine(DataEngine):
         self.overflow = False
         running.own_norm(zero, lambda: torch.tensor(-1.0 if self.overflow else 0.0))
         if layout.zero_stage == 3:
-            running.scope_trace(zero, self.mesh["data"], traced=layout.pipeline_parallel_size == 1)
+            running.scope_trace(zero, self.mesh["data"], traced=self._gathers_ahead(layout))
 
     # One step
 
@@ -234,10 +244,9 @@ class DeepSpeedEngine(DataEngine):
             master.copy_(saved)
         self.shards.publish_masters()
 
-    @classmethod
-    def traffic(cls, case: Case, out: Expected) -> None:
+    def traffic(self, case: Case, out: Expected) -> None:
         """See `zero_traffic.py`."""
-        add_sharded(case, out)
+        add_sharded(case, out, prefetch=self._gathers_ahead(case.layout))
 
     def teardown(self) -> None:
         """Remove hooks and patches and make the module an ordinary one again.

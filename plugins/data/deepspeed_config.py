@@ -72,4 +72,5 @@ def _sharding(stage: int, dtype: torch.dtype, size: ModelSize, cuda: bool) -> di
         "stage3_prefetch_bucket_size": min(max(size.largest, size.total // 20), MAX_PREFETCH),
         "stage3_max_live_parameters": max(2 * size.largest, size.total // 4, 1),
         "stage3_max_reuse_distance": size.largest,
+        "leaf_module": {"classes": []},  # the default gathers a block of experts as one in three models of transformers
     }

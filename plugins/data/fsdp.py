@@ -217,8 +217,7 @@ class FSDPEngine(DataEngine):
             return
         self.masters.load(self.optimizer, state)
 
-    @classmethod
-    def traffic(cls, case: Case, out: Expected) -> None:
+    def traffic(self, case: Case, out: Expected) -> None:
         """See `fsdp_formula.py`."""
         from parallax.plugins.data.fsdp_formula import add_sharded
 

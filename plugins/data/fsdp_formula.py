@@ -10,7 +10,8 @@ gradients (Rajbhandari et al. 2020, section 7; Zhao et al. 2023, "PyTorch FSDP")
 | 3 (tp, pp) | all-gather of each unit for each micro-batch, of the root once a step | the units' again | the same |
 | 3 | the same | the same, and reduce-scatter of each unit and the root for each micro-batch | |
 
-A parameter is padded to equal parts along the dim it is cut along.
+A recomputed pipeline stage gathers its units once more; a recomputed layer runs while its weights are there for its
+backward. A parameter is padded to equal parts along the dim it is cut along.
 """
 
 from __future__ import annotations
@@ -27,20 +28,16 @@ from parallax.strategies.theory import Case, Expected
 
 
 def add_sharded(case: Case, out: Expected) -> None:
-    """Add what ZeRO stages 2 and 3 send under FSDP.
-
-    Raises:
-        NotImplementedError: recomputed layers.
-    """
-    if case.layout.recompute in ("full", "stage"):
-        raise NotImplementedError("FSDP states no formula of what recomputed layers gather again")
+    """Add what ZeRO stages 2 and 3 send under FSDP."""
     names = {id(p): n for n, p in case.model.named_parameters(remove_duplicate=False) if n in case.shards}
     left, times = set(names), case.microbatches
+    fqns = {module: fqn for fqn, module in case.model.named_modules()}
     for unit in find_units(case.model):
         held = [names[id(p)] for p in unit.parameters() if id(p) in left]
         left -= {id(p) for p in unit.parameters()}
         each = case.layout.zero_stage == 3
-        _add_unit(case, out, held, forward=times if each else 1, backward=times if each else 0)
+        backward = times + (case.again(fqns[unit]) if case.layout.recompute == "stage" else 0)
+        _add_unit(case, out, held, forward=times if each else 1, backward=backward if each else 0)
     _add_unit(case, out, [names[key] for key in left], forward=1, backward=0)
     scalars = {n: p for n, p in case.trained().items() if not is_cut(p)}
     for axis in ("data", "edp"):

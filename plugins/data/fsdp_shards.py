@@ -122,9 +122,9 @@ class ShardedModule:
     # Running
 
     def run(self, fn: Callable[..., T], *args: Any) -> T:
-        """`fn(*args)`, inside which the module's units can be called. Without gradients nothing stays whole after."""
+        """`fn(*args)`, inside which the module's units can be called. Out of training nothing stays whole after."""
         result: T = self._root(fn, *args)
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() and not self._root.module.training:  # in training: a stage that is recomputed
             self._root.reset_iter_state()
         return result
 

@@ -146,8 +146,7 @@ class ReplicatedEngine(DataEngine):
             return
         self.masters.load(self.optimizer, state)
 
-    @classmethod
-    def traffic(cls, case: Case, out: Expected) -> None:
+    def traffic(self, case: Case, out: Expected) -> None:
         add_replicated(case, out)
 
     def teardown(self) -> None:

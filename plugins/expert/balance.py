@@ -53,8 +53,8 @@ def attach(model: nn.Module, comm: AxisComm) -> Callable[[], None]:
     """Let the auxiliary losses in `model` see the tokens of all ranks of `comm`. Returns what takes it back."""
     undo: list[Callable[[], None]] = []
     for module in model.modules() if comm.size > 1 else ():
-        home = _home(module)
-        if home is not None and hasattr(module, "router_aux_loss_coef"):
+        home = home_of(module)
+        if home is not None:
             vars(module)["forward"] = _balanced(module.forward, module, home, comm)
             undo.append(functools.partial(vars(module).pop, "forward", None))
 
@@ -65,8 +65,10 @@ def attach(model: nn.Module, comm: AxisComm) -> Callable[[], None]:
     return detach
 
 
-def _home(module: nn.Module) -> ModuleType | None:
-    """The Python module of a model's code, when it has an auxiliary loss."""
+def home_of(module: nn.Module) -> ModuleType | None:
+    """The Python module of a model's code, when the model has an auxiliary loss."""
+    if not hasattr(module, "router_aux_loss_coef"):
+        return None
     homes = (sys.modules.get(cls.__module__) for cls in type(module).__mro__)
     return next((home for home in homes if home is not None and hasattr(home, FUNCTION)), None)
 
@@ -74,14 +76,15 @@ def _home(module: nn.Module) -> ModuleType | None:
 def _balanced(forward: Callable[..., Any], model: nn.Module, home: ModuleType, comm: AxisComm) -> Callable[..., Any]:
     @functools.wraps(forward)
     def balanced(*args: Any, **kwargs: Any) -> Any:
-        with _replaced(home, functools.partial(_whole, getattr(home, FUNCTION), model, comm)):
+        with replaced(home, functools.partial(_whole, getattr(home, FUNCTION), model, comm)):
             return forward(*args, **kwargs)
 
     return balanced
 
 
 @contextmanager
-def _replaced(home: ModuleType, function: Callable[..., Any]) -> Iterator[None]:
+def replaced(home: ModuleType, function: Callable[..., Any]) -> Iterator[None]:
+    """Inside, the models in `home` compute their auxiliary loss by `function`."""
     before = getattr(home, FUNCTION)
     setattr(home, FUNCTION, function)
     try:
@@ -90,14 +93,21 @@ def _replaced(home: ModuleType, function: Callable[..., Any]) -> Iterator[None]:
         setattr(home, FUNCTION, before)
 
 
+def arguments_of(loss: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[dict[str, Any], Any, Any]:
+    """Arguments of a call of `loss` by name, and of these the router logits of each layer (None where there are none)
+    and the mask."""
+    found = inspect.signature(loss).bind(*args, **kwargs).arguments
+    logits = found.get("gate_logits")
+    return found, logits if isinstance(logits, tuple) else None, found.get("attention_mask")
+
+
 def _whole(loss: Callable[..., Any], model: nn.Module, comm: AxisComm, *args: Any, **kwargs: Any) -> Any:
     """`loss` of the logits of all ranks; tokens that only pad a cut sequence do not count."""
-    given = inspect.signature(loss).bind(*args, **kwargs).arguments
-    logits = given.get("gate_logits")
-    if not isinstance(logits, tuple):
+    given, logits, mask = arguments_of(loss, *args, **kwargs)
+    if logits is None:
         return loss(**given)
     given["gate_logits"] = tuple(gather_rows(one.reshape(-1, one.shape[-1]), comm) for one in logits)
-    mask, sequence = given.get("attention_mask"), sequence_of(model)
+    sequence = sequence_of(model)
     if sequence is not None and sequence.padded:
         real = sequence.real(logits[0].device).expand(sequence.rows, -1)
         mask = real.to(torch.int64) if mask is None else mask * real

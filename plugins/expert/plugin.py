@@ -22,7 +22,7 @@ from parallax.plugins.expert.balance import attach
 from parallax.plugins.expert.beside import Beside, find_beside
 from parallax.plugins.expert.layers import become_experts
 from parallax.plugins.expert.plans import HOW_TO, ExpertsTarget, find_experts, old_style
-from parallax.plugins.expert.traffic import add_traffic
+from parallax.plugins.expert.traffic import add_balance, add_traffic
 from parallax.strategies.comm import AxisComm
 from parallax.strategies.layout import Layout
 from parallax.strategies.mesh import Mesh
@@ -150,9 +150,8 @@ class ExpertParallel(ParallelPlugin):
         return "edp" if fqn in self._apart else None
 
     def traffic(self, case: Case, out: Expected) -> None:
-        """See `traffic.py`. What a capacity drops, and what a balanced loss gathers, have no formula."""
-        if self._capacity_factor is not None:
-            raise NotImplementedError("what expert_capacity_factor drops depends on values: its traffic has no formula")
+        """See `traffic.py`. Of what a capacity drops nothing is sent, and no value is as in one process."""
+        add_balance(case, out, self._balanced_over)
         add_traffic(case, out, self._targets(case.model, case.layout), self._chunks)
 
     def describe(self) -> dict[str, str]:

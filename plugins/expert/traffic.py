@@ -13,11 +13,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from math import prod
 
+from parallax.plugins.context.shards import SequenceShards
 from parallax.plugins.expert.plans import ExpertsTarget
 from parallax.strategies.comm import Traffic
 from parallax.strategies.theory import Case, Expected, Seen
 
 COUNT_BYTES = 8
+MASK_BYTES = 8
 
 
 def add_traffic(case: Case, out: Expected, targets: Iterable[ExpertsTarget], chunks: int) -> None:
@@ -40,23 +42,45 @@ def _add_call(
 ) -> None:
     """One call, all micro-batches; `here` tokens are this rank's, `each` with padding."""
     times, (hidden, choices, weights) = case.microbatches, inputs
+    again, ending = case.again(target.fqn), case.again(target.fqn, ending=True)
     widths = [(seen, seen.shape[-1] * seen.element) for seen in (hidden, weights)]
     whole = each * case.mesh.size("tp_shares")
     apart = case.mesh.size("tp_shares") > 1  # one and the same group as "tp" may go by that name
     if apart:
         axis = case.mesh["tp_shares"].axis
         out.add(axis, "all_gather", "forward", whole * widths[0][1], times)
+        out.add(axis, "all_gather", "backward", whole * widths[0][1], ending)
         for seen, width in widths:
             if seen.grad:
                 out.add(axis, "all_gather", "backward", whole * width, times)
     if target.tensor:
         axis, rows = case.mesh["etp"].axis, each if apart else here
         out.add(axis, "all_reduce", "forward", rows * widths[0][1], times)
+        out.add(axis, "all_reduce", "backward", rows * widths[0][1], ending)
         for seen, width in widths:
             if seen.grad:
                 out.add(axis, "all_reduce", "backward", rows * width, times)
     sent = Traffic(chunks, here * choices.shape[-1] * widths[0][1])
-    out.add("ep", "all_to_all", "forward", target.num_experts * chunks * COUNT_BYTES, times)
-    out.add_all({("ep", "all_to_all", "forward"): sent}, 2 * times)
+    for phase, count in (("forward", times), ("backward", again)):
+        out.add("ep", "all_to_all", phase, target.num_experts * chunks * COUNT_BYTES, count)
+        out.add_all({("ep", "all_to_all", phase): sent}, 2 * count)
     if hidden.grad or weights.grad:
         out.add_all({("ep", "all_to_all", "backward"): sent}, 2 * times)
+
+
+def add_balance(case: Case, out: Expected, axis: str) -> None:
+    """Add what auxiliary losses over the tokens of all ranks of `axis` send: forward every layer's router logits
+    gathered, and the mask or, of a padded cut sequence, one that says which tokens are real; backward the logits'
+    gradients scattered."""
+    if not case.ends_here:
+        return
+    size, times, tokens = case.mesh.size(axis), case.microbatches, case.trace.tokens
+    cut = case.mesh.size("cp")
+    padded = cut > 1 and SequenceShards.of(tokens, cut, case.layout.context_sharding).length > tokens
+    for layers, mask in case.trace.balanced:
+        for logits in layers:
+            out.add(axis, "all_gather", "forward", logits.bytes * size, times)
+            out.add(axis, "reduce_scatter", "backward", logits.bytes * size, times * logits.grad)
+        if padded or mask is not None:
+            nbytes = prod(layers[0].shape[:-1]) * MASK_BYTES if mask is None else mask.bytes
+            out.add(axis, "all_gather", "forward", nbytes * size, times)

@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 
 from parallax.strategies.accumulating import autocast_dtype
 from parallax.strategies.accumulation import accumulation_of
+from parallax.strategies.function_modes import backward_inside
 
 
 class Seed(Function):
@@ -146,8 +147,7 @@ class Postponed(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.backward:  # torch leaves the mode around what the mode calls, but recomputation needs it
-            with self:
-                return _backward(*args, **(kwargs or {}))
+            return backward_inside(self, func, *args, **(kwargs or {}))
         read = _READ.get(func)
         if read is not None and torch.is_grad_enabled():
             found = read(*args, **(kwargs or {}))
@@ -170,19 +170,6 @@ class Postponed(TorchFunctionMode):
             del pair  # its function lets go of it as soon as it is used
         if scalars:
             backward(torch.stack(scalars).sum())
-
-
-def _backward(
-    tensor: Tensor,
-    gradient: Tensor | None = None,
-    retain_graph: bool | None = None,
-    create_graph: bool = False,
-    inputs: Any = None,
-) -> None:
-    """`tensor.backward` with the mode on: torch gives a call on tensors back to the mode, one on edges it runs."""
-    edge = torch.autograd.graph.get_gradient_edge(tensor)
-    given = torch.ones_like(tensor) if gradient is None else gradient
-    torch.autograd.backward(edge, given, retain_graph, create_graph, inputs=inputs)
 
 
 Found = tuple[Tensor, _Weight] | None

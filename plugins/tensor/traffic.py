@@ -39,8 +39,13 @@ from parallax.strategies.theory import Call, Case, Expected, Seen
 
 def _unseen(case: Case, fqn: str) -> int:
     """Micro-batches in which column layers do not know that their input was gathered: where weight gradients are
-    postponed, and under ZeRO-3, whose hooks hand each layer a tensor of its own. They save it whole."""
-    return case.microbatches if case.layout.zero_stage == 3 else case.halved(fqn)
+    postponed, and under DeepSpeed's ZeRO-3. They save it whole."""
+    return case.microbatches if _hooked(case) else case.halved(fqn)
+
+
+def _hooked(case: Case) -> bool:
+    """Whether DeepSpeed's ZeRO-3, by its hooks, hands each layer a tensor of its own."""
+    return case.layout.zero_stage == 3 and case.layout.resolved_data_engine == "deepspeed"
 
 
 @dataclass
@@ -52,12 +57,23 @@ class _Sums:
     trunk: Trunk | None
     chunks: int = 1
 
-    def in_pieces(self, kind: str, phase: str, nbytes: int, rows: int, halved: int) -> None:
-        """A row layer's output of `rows` tokens: one message, or `chunks`, where its product may be cut (`halved`
-        micro-batches may not)."""
-        pieces = -(-rows // -(-rows // self.chunks))
-        self.out.add_all({("tp", kind, phase): Traffic(pieces, nbytes)}, self.case.microbatches - halved)
+    def in_pieces(self, kind: str, phase: str, nbytes: int, rows: int, fqn: str, times: int | None = None) -> None:
+        """A row layer's output of `rows` tokens: one message, or `chunks`, where its product may be cut (in backwards
+        of two halves it may not)."""
+        times, pieces = self.case.microbatches if times is None else times, -(-rows // -(-rows // self.chunks))
+        halved = min(self.case.halved(fqn), times)
+        self.out.add_all({("tp", kind, phase): Traffic(pieces, nbytes)}, times - halved)
         self.each(kind, phase, nbytes, halved)
+
+    def forward(self, kind: str, nbytes: int, fqn: str, *, ending: bool = False) -> None:
+        """In every forward of module `fqn`, also where it is recomputed; `ending`: after its own work is done."""
+        self.each(kind, "forward", nbytes)
+        self.each(kind, "backward", nbytes, self.case.again(fqn, ending=ending))
+
+    def row(self, kind: str, nbytes: int, rows: int, fqn: str) -> None:
+        """A row layer's output, likewise. In pieces it saves what it needs when all of them are sent."""
+        self.in_pieces(kind, "forward", nbytes, rows, fqn)
+        self.in_pieces(kind, "backward", nbytes, rows, fqn, self.case.again(fqn, ending=self.chunks == 1))
 
     def each(self, kind: str, phase: str, nbytes: int, times: int | None = None) -> None:
         self.out.add("tp", kind, phase, nbytes, self.case.microbatches if times is None else times)
@@ -79,8 +95,6 @@ def add_traffic(case: Case, out: Expected, targets: Mapping[str, Target], trunk:
     Args:
         chunks: messages in which a row layer's output is sent.
     """
-    if case.layout.recompute in ("full", "stage"):
-        raise NotImplementedError("tensor parallelism states no formula of what recomputed layers send again")
     sums = _Sums(case, out, trunk, chunks)
     unique = {(id(t.module), t.part): t for t in targets.values() if case.here(t.fqn) and not t.part}
     here = list(unique.values())
@@ -101,31 +115,32 @@ def _add_call(sums: _Sums, target: Target, call: Call, *, is_head: bool) -> None
     inside = sums.trunk is not None and sums.trunk.is_region(target.fqn)
     result, hidden = call.outputs[0], call.inputs[0]
     if kind is Kind.EMBEDDING and _enters(sums, result):
-        sums.each("reduce_scatter", "forward", sums.rows(result))
+        sums.forward("reduce_scatter", sums.rows(result), target.fqn, ending=True)
     elif kind in (Kind.EMBEDDING, Kind.SUM_OUTPUT):
-        sums.each("all_reduce", "forward", result.bytes)
+        sums.forward("all_reduce", result.bytes, target.fqn, ending=True)
     if kind is Kind.EMBEDDING_WIDTH or (kind is Kind.COLUMN and whole and not is_head):
-        sums.each("all_gather", "forward", sums.padded(result))
+        sums.forward("all_gather", sums.padded(result), target.fqn, ending=True)
     if kind is Kind.ROW and whole and hidden.grad:
         sums.each("all_gather", "backward", sums.padded(hidden))
     if kind is Kind.ROW:
-        tokens, halved = prod(result.shape[:-1]), sums.case.halved(target.fqn)
+        tokens = prod(result.shape[:-1])
         each = -(-tokens // sums.case.mesh.size("tp"))
         if not inside:
-            sums.in_pieces("all_reduce", "forward", result.bytes, tokens, halved)
+            sums.row("all_reduce", result.bytes, tokens, target.fqn)
         else:
-            sums.in_pieces("reduce_scatter", "forward", sums.rows(result), each, halved)
+            sums.row("reduce_scatter", sums.rows(result), each, target.fqn)
             if hidden.grad:
-                sums.in_pieces("all_gather", "backward", sums.rows(result), each, halved)
+                sums.in_pieces("all_gather", "backward", sums.rows(result), each, target.fqn)
     if kind is Kind.WIDE_NORM:
         squares = prod(result.shape[:-1]) * max(result.element, 4)
-        sums.each("all_reduce", "forward", squares)
+        sums.forward("all_reduce", squares, target.fqn)
         sums.each("all_reduce", "backward", squares, sums.case.microbatches * result.grad)
     if kind is Kind.COLUMN and target.style.heads and target.copies > 1:
         key_and_value = 2 * result.shape[-1] * target.style.heads // sum(target.style.blocks)
         each = prod(result.shape[:-1]) * key_and_value * result.element * target.copies // sums.case.mesh.size("tp")
         group = _sharers(sums.case, target.copies)
         sums.out.add(group, "all_gather", "forward", each, sums.case.microbatches)
+        sums.out.add(group, "all_gather", "backward", each, sums.case.again(target.fqn, ending=True))
         sums.out.add(group, "reduce_scatter", "backward", each, sums.case.microbatches * result.grad)
     if kind is Kind.MLA_KEYS and result.grad:
         rotary = rotary_width(sums.case.model, target.fqn)
@@ -141,15 +156,14 @@ def _enters(sums: _Sums, seen: Seen) -> bool:
 
 
 def _readers(case: Case, targets: Iterable[Target]) -> dict[str, dict[object, Seen]]:
-    """Block -> every tensor its column layers read, once; under ZeRO-3, whose hooks hand each layer a tensor of its
-    own, once for each layer."""
+    """Block -> every tensor its column layers read, once; under DeepSpeed's ZeRO-3 once for each layer."""
     found: dict[str, dict[object, Seen]] = {}
     for target in targets:
         if target.style.kind not in (Kind.COLUMN, Kind.ENTERING) or target.style.entered:
             continue
         for at, call in enumerate(case.calls(target.module)):
             seen = call.inputs[0]
-            key: object = (target.fqn, at) if case.layout.zero_stage == 3 else seen.number
+            key: object = (target.fqn, at) if _hooked(case) else seen.number
             if seen.grad:
                 found.setdefault(target.block, {})[key] = seen
     return found
@@ -194,10 +208,10 @@ def _add_shards(sums: _Sums, trunk: Trunk, here: list[Target]) -> None:
         sums.each("all_gather", "forward", sums.rows(call.outputs[0]))
     directly = [t.fqn for t in columns if t.fqn in trunk.direct]
     for fqn, call in _called(case, *trunk.blocks, *directly):
-        sums.each("all_gather", "forward", sums.rows(call.hidden))
+        sums.forward("all_gather", sums.rows(call.hidden), fqn)
         _add_gathered(sums, fqn, call.hidden, [t for t in columns if f"{t.fqn}.".startswith(f"{fqn}.")])
-    for _, call in _called(case, *trunk.opaque):
-        sums.each("all_gather", "forward", sums.rows(call.hidden))
+    for fqn, call in _called(case, *trunk.opaque):
+        sums.forward("all_gather", sums.rows(call.hidden), fqn)
         if call.outputs[0].grad:
             sums.each("all_gather", "backward", sums.rows(call.outputs[0]))
     for target in (t for t in columns if _reads_exit(sums, trunk, t)):
@@ -206,12 +220,13 @@ def _add_shards(sums: _Sums, trunk: Trunk, here: list[Target]) -> None:
 
 
 def _add_gathered(sums: _Sums, fqn: str, hidden: Seen, columns: list[Target]) -> None:
-    """Backward of a gathered input: scattered, and gathered again for the weights, of which only a shard was saved."""
+    """Backward of a gathered input: scattered, and gathered again for the weights, of which only a shard was saved; a
+    recomputed layer saves all of it."""
     if not hidden.grad:
         return
     sums.each("reduce_scatter", "backward", sums.rows(hidden))
     reads = [t for t in columns if any(c.inputs[0].number == hidden.number for c in sums.case.calls(t.module))]
-    if any(_trains(t.module) for t in reads):
+    if any(_trains(t.module) for t in reads) and sums.case.recomputed_layer(fqn) is None:
         sums.each("all_gather", "backward", sums.rows(hidden), sums.case.microbatches - _unseen(sums.case, fqn))
 
 

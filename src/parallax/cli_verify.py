@@ -137,14 +137,11 @@ def traffic_table(rows: Sequence[Any]) -> Table:
     lines: dict[tuple[Any, ...], set[int]] = {}
     for row in rows:
         if row.step == last:
-            key = (row.axis, row.kind, row.phase, len(row.group), row.counted, row.expected, row.pooled, row.least)
+            key = (row.axis, row.kind, row.phase, len(row.group), row.counted, row.expected, row.pooled)
             lines.setdefault(key, set()).update(row.group if row.pooled else [row.rank])
     table = Table("axis", "kind", "phase", "of", "calls", "bytes", "by formula", "ranks")
-    for (axis, kind, phase, size, counted, expected, pooled, least), ranks in sorted(
-        lines.items(), key=lambda x: x[0][:4]
-    ):
+    for (axis, kind, phase, size, counted, expected, pooled), ranks in sorted(lines.items(), key=lambda x: x[0][:4]):
         formula = "the same" if counted == expected else f"{expected.bytes:,} in {expected.calls:,}"
-        formula = formula if least is None else f"{least.bytes:,} to {expected.bytes:,}"
         who = ", ".join(map(str, sorted(ranks))) + (" together" if pooled else "")
         table.add_row(axis, kind, phase, str(size), f"{counted.calls:,}", f"{counted.bytes:,}", formula, who)
     return table

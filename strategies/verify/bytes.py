@@ -25,7 +25,6 @@ class Row:
     Attributes:
         group: global ranks; those that counted and expected the same are one row.
         counted, expected: of one rank; of the whole group where only its sum is known (`pooled`).
-        least: the lower bound, where only bounds are known; `expected` is the upper one then.
     """
 
     step: int
@@ -37,14 +36,10 @@ class Row:
     counted: Traffic
     expected: Traffic
     pooled: bool = False
-    least: Traffic | None = None
 
     @property
     def right(self) -> bool:
-        if self.least is None:
-            return self.counted == self.expected
-        low, most = self.least, self.expected
-        return low.bytes <= self.counted.bytes <= most.bytes and low.calls <= self.counted.calls <= most.calls
+        return self.counted == self.expected
 
     def __str__(self) -> str:
         who = f"the ranks {self.group} together" if self.pooled else f"rank {self.rank} of {self.group}"
@@ -78,8 +73,7 @@ def _step(ranks: Sequence[RankResult], theories: Sequence[Theory], step: int) ->
                 if rank == group[0]:
                     yield Row(step, *key, group, rank, _sum(counted, group), _sum(expected, group), pooled=True)
             elif counted[rank] != nothing or expected[rank] != nothing:
-                least = theories[rank].least.get(key)
-                yield Row(step, *key, group, rank, counted[rank], expected[rank], least=least)
+                yield Row(step, *key, group, rank, counted[rank], expected[rank])
 
 
 def _sum(traffic: Sequence[Traffic], group: Sequence[int]) -> Traffic:

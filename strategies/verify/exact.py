@@ -15,12 +15,16 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from parallax.strategies.function_modes import BACKWARDS, backward_inside
+
 
 class KeepDouble(TorchFunctionMode):
     """`.float()`, `.to(torch.float32)`, `.type(...)` and `dtype=torch.float32` leave an fp64 tensor as it is."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
+        if func in BACKWARDS:
+            return backward_inside(self, func, *args, **kwargs)
         first = args[0] if args else None
         if isinstance(first, Tensor) and first.dtype == torch.float64:
             if func is Tensor.float:

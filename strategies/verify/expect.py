@@ -12,12 +12,12 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from parallax.plugins import registry
 from parallax.plugins.base import ParallelPlugin, ParamShard
 from parallax.plugins.context import ContextParallel
 from parallax.plugins.data.base import DataEngine
 from parallax.plugins.pipeline import PipelineParallel
 from parallax.plugins.tensor.plugin import TensorParallel
+from parallax.strategies import recompute
 from parallax.strategies.batch import batch_size, largest_divisor, split
 from parallax.strategies.comm import Traffic
 from parallax.strategies.layout import Layout
@@ -59,10 +59,9 @@ def microbatch(
 
 @dataclass(frozen=True)
 class Theory:
-    """Of one rank and step: rows, lower bounds, those known as the group's sum only, and who has no formula."""
+    """Of one rank and step: rows, those known as the group's sum only, and who has no formula."""
 
     counts: dict[Key, Traffic]
-    least: dict[Key, Traffic]
     pooled: frozenset[Key]
     missing: tuple[str, ...]
 
@@ -70,9 +69,9 @@ class Theory:
 class Expectation(Callback):
     """Works `theories` out, step -> rank -> `Theory`, when training in one process is over."""
 
-    def __init__(self, asked: Asked, plugins: Sequence[ParallelPlugin]) -> None:
+    def __init__(self, asked: Asked, plugins: Sequence[ParallelPlugin], engine: DataEngine) -> None:
         self.theories: list[list[Theory]] = []
-        self._asked, self._plugins = asked, plugins
+        self._asked, self._plugins, self._engine = asked, plugins, engine
         self._traces: dict[Any, Trace] = {}
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -85,6 +84,7 @@ class Expectation(Callback):
         for fqn, param in module.named_parameters(remove_duplicate=False):
             names.setdefault(id(param), []).append(fqn)
         optimizer = trainer.optimizers[0]
+        recomputed = recompute.recomputed_layers(layout, module)
         groups = tuple(frozenset(n for p in g["params"] for n in names[id(p)]) for g in optimizer.param_groups)
         known: set[Any] = set()
         with trainer.precision_plugin.forward_context():
@@ -107,6 +107,7 @@ class Expectation(Callback):
                         first=key not in known,
                         step=step,
                         groups=groups,
+                        recomputed=recomputed,
                     )
                     theories.append(self._theory(case))
                 known |= {key for key, _, _ in traces}
@@ -124,10 +125,9 @@ class Expectation(Callback):
     def _theory(self, case: Case) -> Theory:
         out = Expected(case.mesh)
         add_step(case, out)
-        engine: type[DataEngine] = registry.load("parallax.data_engines", case.layout.resolved_data_engine)
-        for state in (*(p.traffic for p in self._plugins), engine.traffic):
+        for state in (*(p.traffic for p in self._plugins), self._engine.traffic):
             try:
                 state(case, out)
             except NotImplementedError as error:
                 out.missing.append(str(error))
-        return Theory(out.counts, out.least, frozenset(out.pooled), tuple(out.missing))
+        return Theory(out.counts, frozenset(out.pooled), tuple(out.missing))

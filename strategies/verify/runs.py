@@ -169,7 +169,8 @@ def run_one(
     """
     observer, more = Observer(plain_lens()), list[Expectation]()
     if asked is not None:
-        more = [Expectation(asked, plugins_of(settings, asked.layout))]
+        strategy = ParallaxStrategy(str(asked.layout), **settings.options)
+        more = [Expectation(asked, strategy.new_plugins(asked.layout), strategy.new_data_engine(asked.layout))]
     following = [] if follow is None else [_Follow(follow)]
     train_alone(settings, batches, observer, *following, *more)
     return observer.seen, more[0].theories if more else []

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from parallax.plugins.context.plans import read_batch
 from parallax.plugins.context.shards import SequenceShards
+from parallax.plugins.expert.balance import FUNCTION, arguments_of, home_of, replaced
 from parallax.plugins.pipeline.captured import with_captured
 from parallax.strategies.theory import Attention, Call, Log, Loss, Seen, Trace
 from parallax.strategies.tree import flatten, tensors_of, unflatten
@@ -49,6 +50,9 @@ def trace(module: LightningModule, batch: Any, ends: Collection[nn.Module], *, t
         look = stack.enter_context(_Look(out, batch, context, held))
         stack.enter_context(_hooked(module, out, ends, look))
         stack.enter_context(untouched(module))
+        stack.enter_context(_kept(module))
+        stack.enter_context(_balances(module, out, held))
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(look.saved, lambda tensor: tensor))
         stack.enter_context(unlogged(module, out.logs))
         result = module.training_step(batch, 0)
     for tensor in tensors_of(result):
@@ -86,6 +90,11 @@ class _Look(TorchFunctionMode):
         elif func is Tensor.__getitem__:
             self._index(*args)
         return func(*args, **kwargs)
+
+    def saved(self, tensor: Tensor) -> Tensor:
+        """A tensor is saved for backward."""
+        self._out.last_save |= dict.fromkeys(self.running, self.running[-1]) if self.running else {}
+        return tensor
 
     def _attention(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Any = None, *rest: Any, **options: Any
@@ -137,6 +146,37 @@ def _hooked(module: nn.Module, out: Trace, ends: Collection[nn.Module], look: _L
     finally:
         for hook in hooks:
             hook.remove()
+
+
+@contextmanager
+def _kept(module: nn.Module) -> Iterator[None]:
+    """Inside, no layer of transformers is computed again in backward: what is saved shows."""
+    on = [m for m in module.modules() if vars(m).get("gradient_checkpointing")]
+    for m in on:
+        m.gradient_checkpointing = False
+    try:
+        yield
+    finally:
+        for m in on:
+            m.gradient_checkpointing = True
+
+
+@contextmanager
+def _balances(module: nn.Module, out: Trace, held: list[Tensor]) -> Iterator[None]:
+    """Inside, what auxiliary losses are given is noted."""
+    with ExitStack() as stack:
+        for home in {h for m in module.modules() if (h := home_of(m)) is not None}:
+            loss = getattr(home, FUNCTION)
+
+            def note(*args: Any, loss: Any = loss, **kwargs: Any) -> Any:
+                _, logits, mask = arguments_of(loss, *args, **kwargs)
+                if logits is not None:
+                    seen = tuple(_seen(one, held) for one in logits)
+                    out.balanced.append((seen, None if mask is None else _seen(mask, held)))
+                return loss(*args, **kwargs)
+
+            stack.enter_context(replaced(home, note))
+        yield
 
 
 @contextmanager

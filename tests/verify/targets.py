@@ -82,6 +82,45 @@ class Mixtral(Lit):
     name = "mixtral"
 
 
+class Balanced(Lit):
+    """A Mixtral with an auxiliary loss."""
+
+    name = "mixtral_balanced"
+
+
+class _Llama(Lit):
+    """One of the family, made from its name."""
+
+    family = ""
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "model"):
+            from transformers import AutoConfig, AutoModelForCausalLM
+
+            sizes = {
+                "vocab_size": VOCAB,
+                "hidden_size": 32,
+                "intermediate_size": 48,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 8,
+                "num_key_value_heads": 2,
+                "pad_token_id": 0,
+            }
+            self.model = AutoModelForCausalLM.from_config(AutoConfig.for_model(self.family, **sizes))
+
+
+class Olmo2(_Llama):
+    """Queries and keys are normed over all heads."""
+
+    family = "olmo2"
+
+
+class Phi3(_Llama):
+    """One matrix for queries, keys and values, of which four ranks share two heads."""
+
+    family = "phi3"
+
+
 class Dropping(Lit):
     """A GPT-2 with dropout everywhere."""
 
