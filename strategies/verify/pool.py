@@ -51,11 +51,12 @@ class Pool:
         """
         with tempfile.TemporaryDirectory() as folder:
             pipes, processes = {}, []
+            work = pickle.dumps((fn, args))  # as bytes: tensors among arguments would each be a file held open
             for rank in range(world):
                 here, there = self._context.Pipe(duplex=False)
                 process = self._context.Process(
                     target=_child,
-                    args=(there, rank, world, str(Path(folder) / "store"), self._timeout, fn, args),
+                    args=(there, rank, world, str(Path(folder) / "store"), self._timeout, work),
                     daemon=True,
                 )
                 process.start()
@@ -92,9 +93,7 @@ class Pool:
         return [results[rank] for rank in range(world)]
 
 
-def _child(
-    pipe: Any, rank: int, world: int, store: str, timeout: float, fn: Callable[..., Any], args: tuple[Any, ...]
-) -> None:
+def _child(pipe: Any, rank: int, world: int, store: str, timeout: float, work: bytes) -> None:
     import torch
     import torch.distributed as dist
     from torch.distributed import FileStore  # type: ignore[attr-defined]
@@ -107,6 +106,7 @@ def _child(
             limit = timedelta(seconds=timeout)
             dist.init_process_group("gloo", store=FileStore(store, world), rank=rank, world_size=world, timeout=limit)
         _silence()
+        fn, args = pickle.loads(work)
         value = fn(rank, world, *args)
         pipe.send_bytes(pickle.dumps((True, value)))  # not send(): it would share tensors with a process that ends
     except BaseException as error:

@@ -153,12 +153,12 @@ def _kept(module: nn.Module) -> Iterator[None]:
     """Inside, no layer of transformers is computed again in backward: what is saved shows."""
     on = [m for m in module.modules() if vars(m).get("gradient_checkpointing")]
     for m in on:
-        m.gradient_checkpointing = False
+        vars(m)["gradient_checkpointing"] = False
     try:
         yield
     finally:
         for m in on:
-            m.gradient_checkpointing = True
+            vars(m)["gradient_checkpointing"] = True
 
 
 @contextmanager
@@ -194,11 +194,12 @@ def untouched(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def unlogged(module: LightningModule, logs: list[Log]) -> Iterator[None]:
-    """Inside, `self.log` adds to `logs` and does nothing else."""
+    """Inside, `self.log` adds to `logs` and does nothing else. Lightning keeps numbers in at least fp32."""
 
     def log(name: str, value: Any, *args: Any, **options: Any) -> None:
-        element = value.element_size() if isinstance(value, Tensor) else torch.get_default_dtype().itemsize
-        logs.append(Log(element, bool(options.get("sync_dist")) and options.get("on_step") is not False))
+        fractions = isinstance(value, Tensor) and value.is_floating_point()
+        element = value.element_size() if fractions else torch.get_default_dtype().itemsize
+        logs.append(Log(max(4, element), bool(options.get("sync_dist")) and options.get("on_step") is not False))
 
     module.__dict__["log"] = log
     try:

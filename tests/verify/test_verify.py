@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,7 @@ from parallax.__main__ import main
 from parallax.strategies.layout import Layout
 from parallax.strategies.verify import verify
 from parallax.strategies.verify.layouts import all_layouts
+from tests.verify.faults import scaled_by_microbatches
 
 SCRIPT = str(Path(__file__).with_name("targets.py"))
 LAYOUTS = ["tp2 pp2", "dp2 zero1", "pp2 dp2 zero3", "cp2 dp2 zero2", "pp4 mb4 zb_h1"]
@@ -25,6 +27,18 @@ def test_right_layouts_pass_and_say_how_close(tmp_path: Path, capsys: pytest.Cap
     assert [v["passed"] for v in verdicts] == [True] * len(LAYOUTS)
     assert all(0 < v["largest"] < 1e-9 for v in verdicts), "a run that is compared with itself would be exact"
     assert f"{len(LAYOUTS)} right, 0 wrong, 0 refused" in capsys.readouterr().out
+
+
+@pytest.mark.limit(90)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_low_precision_is_compared_step_by_step(dtype: str) -> None:
+    """Adam's updates part by whole steps where gradients are rounding; a fault shows all the same."""
+    settings: dict[str, Any] = {"steps": 2, "dtype": dtype, "repeat": False, "timeout": 60}
+    if dtype == "fp32":  # what bf16's weights may differ by is not settled
+        (right,) = verify(f"{SCRIPT}:Lit", "tp2", check_bytes=True, **settings)
+        assert right.passed, (right.differences[:2], right.wrong_rows[:2])
+    (wrong,) = verify(f"{SCRIPT}:Lit", "dp2 mb4", prepare=scaled_by_microbatches, **settings)
+    assert wrong.differences[0].what == "gradient" and "off by m = 4" in wrong.differences[0].cause
 
 
 @pytest.mark.limit(90)
