@@ -25,6 +25,7 @@ class Clue:
         got, want: the values.
         sizes: axis -> ranks, with "m" for micro-batches.
         replicas: whether replicas of the tensor disagree among the ranks.
+        noise: how far rounding may take a tensor from a multiple of another, relative to its norm.
     """
 
     what: str
@@ -32,6 +33,7 @@ class Clue:
     want: Tensor
     sizes: Mapping[str, int]
     replicas: bool = False
+    noise: float = 1e-3
 
 
 def likely_cause(clue: Clue) -> str:
@@ -40,8 +42,8 @@ def likely_cause(clue: Clue) -> str:
         return "not finite, or held by no rank: a part that is never computed, or an uninitialised buffer"
     if clue.replicas:
         return "replicas disagree between ranks: a missing reduction of a tied or replicated parameter, or other data"
-    ratio = _ratio(clue.got, clue.want)
-    if ratio is not None and (clue.what == "norm" or abs(ratio - 1) > 2e-3):
+    ratio = _ratio(clue.got, clue.want, clue.noise)
+    if ratio is not None and (clue.what == "norm" or abs(ratio - 1) > 2 * clue.noise):
         return _by_ratio(ratio, clue)
     if clue.got.dim() > 0 and (moved := _moved(clue.got, clue.want)) is not None:
         return moved
@@ -55,15 +57,15 @@ def likely_cause(clue: Clue) -> str:
     )
 
 
-def _ratio(got: Tensor, want: Tensor) -> float | None:
-    """got / want when that is one number, within 1e-3, else None."""
+def _ratio(got: Tensor, want: Tensor, noise: float) -> float | None:
+    """got / want when that is one number, within `noise`, else None."""
     flat_got, flat_want = got.double().flatten(), want.double().flatten()
     energy = float(flat_want @ flat_want)
     if energy == 0:
         return None
     ratio = float(flat_got @ flat_want) / energy
     rest = float((flat_got - ratio * flat_want).norm()) / sqrt(energy)
-    return ratio if rest <= 1e-3 * max(abs(ratio), 1e-12) or abs(ratio) < 1e-9 and rest < 1e-6 else None
+    return ratio if rest <= noise * max(abs(ratio), 1e-12) or abs(ratio) < 1e-9 and rest < 1e-6 else None
 
 
 def _by_ratio(ratio: float, clue: Clue) -> str:
@@ -79,7 +81,7 @@ def _by_ratio(ratio: float, clue: Clue) -> str:
             (float(size), f"off by {label}: summed over {axis} where it is already whole, or scaled twice"),
             (1 / size, f"off by 1/({label}): a reduction over {axis} left out, or averaged where it should be summed"),
         ):
-            if abs(ratio / factor - 1) < 2e-3:
+            if abs(ratio / factor - 1) < 2 * clue.noise:
                 return text
     if clue.what == "norm":
         return f"off by a factor of {ratio:.4g}: parameters left out of the norm (another stage's?) or counted twice"

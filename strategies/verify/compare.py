@@ -82,6 +82,7 @@ class Comparison:
     ) -> None:
         self._by_step = by_step
         self._ranks, self._one, self._sizes, self._tolerance = ranks, one, sizes, tolerance
+        self._noise = max(1e-3, tolerance)
         self._tied = _ties(ranks, one)
         self._zero = _zero_gradients(one)
         self._unknown: dict[str, Tensor | float] = {}
@@ -179,7 +180,8 @@ class Comparison:
         self._largest = max([self._largest, *(e for e in errors.values() if e <= self._tolerance)])
         if wrong:
             rank = max(wrong, key=lambda r: wrong[r])
-            clue = Clue(what, torch.tensor(got[rank]).double(), torch.tensor(want).double(), self._sizes)
+            found, right = torch.tensor(got[rank]).double(), torch.tensor(want).double()
+            clue = Clue(what, found, right, self._sizes, noise=self._noise)
             yield Difference(what, name, step, phase, wrong[rank], tuple(wrong), likely_cause(clue))
 
     def _note_unknown(self, step: int) -> None:
@@ -218,7 +220,7 @@ class Comparison:
             if error <= self._tolerance and spread <= self._tolerance:
                 self._largest = max(self._largest, error)
                 continue
-            clue = Clue(what, found, right, self._sizes, replicas=spread > self._tolerance)
+            clue = Clue(what, found, right, self._sizes, replicas=spread > self._tolerance, noise=self._noise)
             holders = tuple(i for i, r in enumerate(self._ranks) if any(self._name(n) == name for n in r.shards))
             yield Difference(
                 what, name + suffix, step, phase, error if error == error else 1.0, holders, likely_cause(clue)
