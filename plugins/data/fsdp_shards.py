@@ -124,8 +124,8 @@ class ShardedModule:
     def run(self, fn: Callable[..., T], *args: Any) -> T:
         """`fn(*args)`, inside which the module's units can be called. Out of training nothing stays whole after."""
         result: T = self._root(fn, *args)
-        if not torch.is_grad_enabled() and not self._root.module.training:  # in training: a stage that is recomputed
-            self._root.reset_iter_state()
+        if torch.is_inference_mode_enabled() or not (torch.is_grad_enabled() or self._root.module.training):
+            self._root.reset_iter_state()  # a stage that will be recomputed is in training, and only without gradients
         return result
 
     def after_backward(self) -> None:
