@@ -57,23 +57,30 @@ class _Product(Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.weight, ctx.transposed = weight, transposed  # what is saved may come back as a copy
-        # Cast here: autocast would keep its copy, which has no history, for whoever reads the weight next.
-        used = weight.detach().to(x.dtype) if is_autocast(x) else weight.detach()
-        return F.linear(x, used.t() if transposed else used, bias)
+        if x.dtype is not weight.dtype and is_autocast(x):
+            # Cast here: autocast would keep its copy, which has no history, for whoever reads the weight next.
+            weight = weight.detach().to(x.dtype)
+        return F.linear(x, weight.t() if transposed else weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-        x, weight = ctx.saved_tensors
-        of_x = of_weight = of_bias = None
-        if ctx.needs_input_grad[0]:
-            used = weight.to(x.dtype)
-            of_x = grad @ (used.t() if ctx.transposed else used)
-        grad, x = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
-        if ctx.needs_input_grad[1]:
-            of_weight = weight_gradient(ctx.weight, *((x.t(), grad) if ctx.transposed else (grad.t(), x)))
-        if ctx.needs_input_grad[2]:
-            of_bias = grad.sum(0)
-        return of_x, of_weight, of_bias, None
+        x, used = ctx.saved_tensors
+        shape, transposed = x.shape, ctx.transposed
+        for_x, for_weight, for_bias, _ = ctx.needs_input_grad
+        if len(shape) > 2:
+            grad, x = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, shape[-1])
+        of_x = of_weight = None
+        if for_x:
+            if used.dtype is not x.dtype:
+                used = used.to(x.dtype)
+            of_x = torch.mm(grad, used.t() if transposed else used).view(shape)
+        if for_weight:
+            of_weight = weight_gradient(ctx.weight, *((x.t(), grad) if transposed else (grad.t(), x)))
+        return of_x, of_weight, grad.sum(0) if for_bias else None, None
+
+
+_product = super(Function, _Product).apply
+"""`_Product.apply` without its checks for function transforms, inside of which it is not called."""
 
 
 class _Rows(Function):
@@ -112,7 +119,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, transposed:
     """x W^T + b, or x W + b when `transposed` (W is stored [in, out]); `weight` is the parameter itself."""
     if type(x) is not Tensor or x.dim() < 2 or not _adds(weight) or products_are_watched():
         return F.linear(x, weight.t() if transposed else weight, bias)
-    return cast(Tensor, _Product.apply(x.to(autocast_dtype(x)), weight, bias, transposed))
+    if torch._C._is_any_autocast_enabled():
+        x = x.to(autocast_dtype(x))
+    return cast(Tensor, _product(x, weight, bias, transposed))
 
 
 class Accumulating(nn.Module):
@@ -129,14 +138,16 @@ class AccumulatingLinear(Accumulating):
     """`nn.Linear`."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return linear(input, self.get_parameter("weight"), self._parameters["bias"])
+        own: Any = self._parameters  # faster than attributes
+        return linear(input, own["weight"], own["bias"])
 
 
 class AccumulatingConv1D(Accumulating):
     """transformers' `Conv1D`, a linear layer whose weight is [in, out]."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.get_parameter("weight"), self._parameters["bias"], transposed=True)
+        own: Any = self._parameters
+        return linear(x, own["weight"], own["bias"], transposed=True)
 
 
 class AccumulatingEmbedding(Accumulating):

@@ -63,8 +63,9 @@ class Accumulation:
     def allows(self, param: Tensor) -> bool:
         """Whether it pays, and nobody but the engine watches what autograd does to the gradient of `param`."""
         hooks: Any = param._post_accumulate_grad_hooks
-        own = self._touch is not None
-        return (own or self.repeats) and not param._backward_hooks and len(hooks or ()) == own
+        if self._touch is None:
+            return self.repeats and not hooks and not param._backward_hooks
+        return len(hooks) == 1 and not param._backward_hooks
 
     @contextmanager
     def during(self, loss: Tensor) -> Iterator[None]:
@@ -88,17 +89,18 @@ class Accumulation:
         task = self._backward
         return task >= 0 and task == torch._C._current_graph_task_id() and not torch.is_grad_enabled()
 
-    @torch.no_grad()
     def add_product(self, param: Tensor, left: Tensor, right: Tensor) -> None:
-        """Add `left` [n, t] times `right` [t, k] to the gradient of `param` [n, k], rounded as autograd would."""
+        """Add `left` [n, t] times `right` [t, k] to the gradient of `param` [n, k], rounded as autograd would.
+
+        Here and below autograd must be off, as it is in a backward.
+        """
         grad = param.grad
-        if grad is not None and grad.dtype == left.dtype and not grad.is_sparse:
+        if grad is not None and grad.dtype is left.dtype and not grad.is_sparse:
             grad.addmm_(left, right)
             self._touched(param)
         else:
-            self.add(param, left @ right)
+            self.add(param, torch.mm(left, right))
 
-    @torch.no_grad()
     def add(self, param: Tensor, gradient: Tensor) -> None:
         """Add `gradient`, which nobody else keeps, to that of `param`."""
         grad = param.grad
@@ -110,7 +112,6 @@ class Accumulation:
             grad.add_(gradient)
         self._touched(param)
 
-    @torch.no_grad()
     def add_rows(self, param: Tensor, ids: Tensor, rows: Tensor) -> None:
         """Add each of `rows` [t, k] to row `ids` [t] of the gradient of `param` [n, k]."""
         if param.grad is None:
@@ -123,10 +124,10 @@ class Accumulation:
             self._touch(param)
 
 
-def accumulation_of(param: Tensor | None) -> Accumulation | None:
+def accumulation_of(param: Tensor) -> Accumulation | None:
     """Who lets gradients of `param` be added at once; None where autograd has to do it."""
     found: Accumulation | None = getattr(param, MARK, None)
-    return found if found is not None and param is not None and found.allows(param) else None
+    return found if found is not None and found.allows(param) else None
 
 
 def weight_gradient(param: Tensor, left: Tensor, right: Tensor) -> Tensor | None:

@@ -91,9 +91,10 @@ class _Pair:
         there = accumulation_of(bias) if bias is not None and bias.requires_grad else here
         if here is None or there is None:
             return False
-        here.add_product(weight, *self.factors())
-        if bias is not None and (total := self.of_bias()) is not None:
-            there.add(bias, total)
+        with torch.no_grad():
+            here.add_product(weight, *self.factors())
+            if bias is not None and (total := self.of_bias()) is not None:
+                there.add(bias, total)
         return True
 
 
