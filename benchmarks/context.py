@@ -31,6 +31,7 @@ EAGER = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}
 """Makes the C library give memory back at once, so that a resident set is what is in use: slower, for memory alone."""
 SIDES = ["ring", "ring floor", "ulysses", "ulysses floor", "all_gather", "deepspeed-ulysses",
          "ring contiguous", "ring contiguous floor"]  # fmt: skip
+WHAT = ["attention", "decoder"]
 FLOORS = {"ring": "ring floor", "ring contiguous": "ring contiguous floor", "ulysses": "ulysses floor",
           "deepspeed-ulysses": "ulysses floor"}  # fmt: skip
 
@@ -107,6 +108,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=SIDES)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--what", nargs="+", choices=WHAT, default=WHAT)
     parser.add_argument("--limit", type=float, default=500, help="seconds one row may take")
     for size, default in (("heads", 4), ("kv_heads", 4), ("dim", 32)):
         parser.add_argument(f"--{size}", type=int, default=default)
@@ -117,7 +119,7 @@ def main() -> int:
                "CPU/deepspeed", "payload MB", "memory", "balance"]  # fmt: skip
     print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}", flush=True)
     results, worst, names = [], 0.0, list(dict.fromkeys([*options.sides, "deepspeed-ulysses"]))
-    for tokens in options.tokens:
+    for tokens in options.tokens if "attention" in options.what else ():
         sizes = {key: getattr(options, key) for key in ("heads", "kv_heads", "dim")} | {"tokens": tokens}
         alone = both("attention", 1, ["alone"], sizes, options)
         for world in options.ranks:
@@ -125,13 +127,16 @@ def main() -> int:
             print("\n".join(rows(alone, found, world, tokens)), flush=True)
             worst = max(worst, gap(alone, found))
             results.append({"sizes": sizes, "ranks": world, "alone": alone["ranks"], "found": found})
-    line, held = decoder_row(options, options.tokens[0])
-    print(f"\n{line}\nlargest disagreement: {worst:.1e}")
+    decoders = {}
+    for tokens in options.tokens if "decoder" in options.what else ():
+        line, decoders[str(tokens)] = decoder_row(options, tokens)
+        print(f"\n{line}", flush=True)
+    print(f"\nlargest disagreement: {worst:.1e}")
     if options.save:
         path = HERE / "results" / f"{date.today()}-context.json"
         runs = json.loads(path.read_text())["runs"] if path.exists() else []  # long tables are made in several runs
         head = {"command": ["python", "benchmarks/context.py", *sys.argv[1:]], "hardware": hardware() | {"load": load}}
-        runs.append(head | {"results": results, "decoder": {str(options.tokens[0]): held}})
+        runs.append(head | {"results": results, "decoder": decoders})
         path.write_text(json.dumps({"runs": runs}, indent=1) + "\n")
     return int(worst > 1e-4)
 

@@ -22,6 +22,7 @@ from parallax.strategies.comm import Traffic
 from parallax.strategies.layout import Layout
 from parallax.strategies.mesh import Mesh
 from tests.context_cases import MASKS, Case, Shape, expected, make
+from tests.live_memory import LiveMemory
 from tests.procs import run_ranks
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 3e-2}
@@ -126,7 +127,7 @@ SENT = [
 ]  # fmt: skip
 
 
-def _count(rank: int, size: int, names: tuple[str, ...], inner: int = 1) -> dict[tuple[str, int], Any]:
+def _count(rank: int, size: int, names: tuple[str, ...], inner: int = 1) -> dict[Any, Any]:
     groups, counted = ContextGroups.of(_mesh(rank, size, inner)), {}
     for name in names:
         method = registry.load("parallax.attention", name)(groups)
@@ -135,12 +136,27 @@ def _count(rank: int, size: int, names: tuple[str, ...], inner: int = 1) -> dict
             groups.cp.ledger.reset()
             _call(method, spec, shards, whole, rank)
             counted[name, number] = dict(groups.cp.ledger.counts)
-    return counted
+    return counted | {"ring held": _held(groups, 512), "ring held, grouped": _held(groups, 512, kv_heads=1)}
+
+
+def _held(groups: ContextGroups, local: int, kv_heads: int = 4) -> tuple[int, int]:
+    """Most bytes alive in a ring's forward and in its backward, of causal attention with 4 heads of 16 in fp32."""
+    shards = SequenceShards.of(local * groups.cp.size, groups.cp.size)
+    method = registry.load("parallax.attention", "ring")(groups)
+    q, k, v, grad = (torch.randn(1, local, heads, 16).transpose(1, 2) for heads in (4, kv_heads, kv_heads, 4))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    with LiveMemory() as forward:
+        out = method(*(x.view_as(x) for x in leaves), AttentionSpec(), shards)
+    with LiveMemory() as backward:
+        torch.autograd.grad(out, leaves, grad)
+    return forward.peak, backward.peak
 
 
 @pytest.mark.parametrize(("size", "inner", "names"), [(2, 1, METHODS), (4, 2, (*METHODS, "hybrid"))])
 def test_counted_bytes_are_the_formulas(size: int, inner: int, names: tuple[str, ...]) -> None:
     for counted in run_ranks(size, _count, names, inner):
+        _assert_little_is_held(counted.pop("ring held"), 4, size)
+        _assert_little_is_held(counted.pop("ring held, grouped"), 1, size)
         assert len(counted) == len(names) * len(SENT)
         for (name, number), counts in counted.items():
             case = SENT[number]
@@ -148,6 +164,16 @@ def test_counted_bytes_are_the_formulas(size: int, inner: int, names: tuple[str,
             s = case.shape
             shape = AttentionShape(s.batch, s.heads, s.kv_heads, s.dim, s.value_dim, whole["q"].element_size())
             assert counts == traffic(name, shape, spec, shards, inner), (name, case)
+
+
+def _assert_little_is_held(peaks: tuple[int, int], kv_heads: int, size: int) -> None:
+    """One process holds q, k, v and the output, in backward their gradients too; a ring of n two blocks of keys and
+    values more, in backward min(2, n - 1) and as many of their gradients, and what a kernel returns for one tile."""
+    q, kv = 512 * 4 * 16 * 4, 2 * 512 * kv_heads * 16 * 4
+    forward, backward = 2 * q + kv + 2 * kv, 4 * q + 2 * kv + min(2, size - 1) * 2 * kv
+    log_sum_exps = q // 16
+    assert forward <= peaks[0] <= forward + q + 4 * log_sum_exps
+    assert backward <= peaks[1] <= backward + q + kv // 2 + 4 * log_sum_exps
 
 
 def test_the_formulas_are_the_textbook() -> None:
