@@ -1,7 +1,7 @@
 """Keys and values as one message, sums of their gradients, and memory for blocks on their way.
 
-It is: the packing, the adding up, and scratch memory that lives as long as a call: kept between layers it would be idle while the most
-is needed elsewhere, and torch's allocators give the same blocks again. It is not: communication.
+It is: the packing, the adding up, and scratch memory that lives as long as a call: kept between layers it would be idle
+while the most is needed elsewhere, and torch's allocators give the same blocks again. It is not: communication.
 """
 
 from __future__ import annotations

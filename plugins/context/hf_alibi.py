@@ -95,7 +95,7 @@ def with_slopes(attention_mask: Tensor, num_heads: int, dtype: torch.dtype) -> T
 
 
 def require_one_run(mask: Tensor) -> None:
-    """BLOOM and falcon count distances in tokens that are no padding: those of each row of [batch, tokens] must be neighbours.
+    """BLOOM and falcon count distances in tokens that are no padding: those of a row of [batch, tokens] must adjoin.
 
     Raises:
         ValueError: there is padding between tokens of a row.

@@ -189,16 +189,16 @@ class Comparison:
 
         An optimizer that divides a gradient by its size (Adam) makes the relative error of an element of the gradient
         that of its update, and a small element beside large ones is rounding for the most part. So an update counts as
-        known up to its own size times that relative error, and not even its sign where the gradient is below the
-        tolerance.
+        known up to its own size times that relative error. Where the gradient is below the tolerance neither its sign
+        nor, beside an optimizer's epsilon, its size is known: it may be as large as the tensor's largest, either way.
         """
         before = self._one.weights[step - 1] if step else self._one.initial
         for name, grad in self._one.grads[step].items():
             update = (self._one.weights[step][name] - before[name]).abs()
             error = (self._tolerance * grad.abs().max() / grad.abs()).nan_to_num(2.0)
-            error = torch.where(error < 1, error, 2.0)  # its sign is not known: it may go the other way
             kept = 0.0 if self._by_step else self._unknown.get(name, 0.0)
-            self._unknown[name] = kept + (update * error).to(update.dtype)
+            off = torch.where(error < 1, update * error, update + update.max())
+            self._unknown[name] = kept + off.to(update.dtype)
 
     def _tensors(
         self,
