@@ -87,10 +87,11 @@ def make_data_engine(layout: Layout, options: Mapping[str, Any]) -> DataEngine:
             f"zero3_prefetch is set, but data engine {layout.resolved_data_engine!r} at ZeRO stage {layout.zero_stage} "
             f"has nothing to gather ahead in DeepSpeed's way; leave it out"
         )
-    if given.get("prefetch") and layout.pipeline_parallel_size > 1:
+    if given.get("prefetch") and not layout.may_gather_ahead:
         raise ValueError(
-            "zero3_prefetch=True, but under a pipeline several forwards are in flight and the order of layers, by "
-            "which ZeRO-3 gathers ahead, does not repeat; leave it out"
+            "zero3_prefetch=True, but ZeRO-3 gathers ahead by the order of layers, which does not repeat under a "
+            "pipeline (several forwards are in flight), and ranks were seen to wait for each other with expert "
+            f"parallelism ({layout}); leave it out"
         )
     return kind(**given)
 

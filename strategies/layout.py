@@ -271,6 +271,11 @@ class Layout:
         return "deepspeed" if self.zero_stage else "ddp"
 
     @property
+    def may_gather_ahead(self) -> bool:
+        """Whether every forward runs the same layers in the same order on all ranks, as DeepSpeed's prefetch needs."""
+        return self.pipeline_parallel_size == 1 and self.expert_parallel_size == 1
+
+    @property
     def shards_weights(self) -> bool:
         """Whether a data rank holds only its share of each weight between steps: at ZeRO stage 3, and with FSDP."""
         return self.zero_stage == 3 or self.data_engine == "fsdp"

@@ -56,8 +56,8 @@ class ParallaxStrategy(StepStrategy):
             be, by estimated cost), "parameters", "uniform", costs by module name as `measure_layer_costs` gives them
             (or a .json file of them), the number of layers of each stage, or names of layers (docs/pipeline.md).
         zero3_prefetch: whether DeepSpeed's ZeRO-3 gathers weights ahead of the layers that use them, and keeps those
-            used again soon, by the order of the first step. None does without a pipeline; False gathers each layer's
-            weights when it runs.
+            used again soon, by the order of the first step. None does where there is neither a pipeline nor expert
+            parallelism; False gathers each layer's weights when it runs.
         schedule: the pipeline schedule, as in a layout: a name, the path of a .csv file, "module:function"; or the
             function itself, `(num_ranks, num_microbatches, stages_per_rank) -> lists of actions` (docs/pipeline.md).
         precision: overrides the Trainer's; the only way to get 16-mixed on CPU, where Lightning replaces it.

@@ -46,7 +46,7 @@ class DeepSpeedEngine(DataEngine):
     module runs as it is, at every stage.
 
     Args:
-        prefetch: whether ZeRO-3 gathers ahead; None: where no pipeline is. See `ParallaxStrategy`.
+        prefetch: whether ZeRO-3 gathers ahead; None: where it may. See `ParallaxStrategy`.
     """
 
     name: ClassVar[str] = "deepspeed"
@@ -56,8 +56,8 @@ class DeepSpeedEngine(DataEngine):
         self._prefetch = prefetch
 
     def _gathers_ahead(self, layout: Layout) -> bool:
-        """Whether ZeRO-3 gathers by a recorded order, which repeats only where one forward is in flight."""
-        return self._prefetch is not False and layout.pipeline_parallel_size == 1
+        """Whether ZeRO-3 gathers by a recorded order."""
+        return self._prefetch is not False and layout.may_gather_ahead
 
     @classmethod
     def check(cls, layout: Layout) -> None:

@@ -167,7 +167,7 @@ def _values(pool: Pool, settings: Settings, layout: Layout, text: str, *, check_
 def _accountable(settings: Settings, layout: Layout) -> Settings:
     """`settings` under which what is sent at `layout` has a formula: what ZeRO-3 gathers ahead has none."""
     ahead = layout.zero_stage == 3 and layout.resolved_data_engine == "deepspeed"
-    if not ahead or layout.pipeline_parallel_size > 1 or "zero3_prefetch" in settings.options:
+    if not ahead or not layout.may_gather_ahead or "zero3_prefetch" in settings.options:
         return settings
     return replace(settings, options={**settings.options, "zero3_prefetch": False})
 
