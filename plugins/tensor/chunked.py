@@ -44,7 +44,8 @@ class _Reduce(Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, comm: AxisComm, pieces: int) -> Tensor:
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         flat = _flat(x)
-        out = flat.new_empty(flat.shape[0], weight.shape[0])
+        summed = x.new_empty(*x.shape[:-1], weight.shape[0])  # no view, which the model could not add to in place
+        out = _flat(summed)
         works = []
         for start, stop in _bounds(flat.shape[0], pieces):
             torch.mm(flat[start:stop], weight.t(), out=out[start:stop])
@@ -52,7 +53,7 @@ class _Reduce(Function):
         for work in works:
             if work is not None:
                 work.wait()
-        return out.view(*x.shape[:-1], -1)
+        return summed
 
     @staticmethod
     @once_differentiable
@@ -78,7 +79,8 @@ class _Scatter(Function):
         ctx.tokens, ctx.comm, ctx.space, ctx.pieces = tokens, comm, space, pieces
         ctx.shape, ctx.weight = x.shape, weight
         rows = _by_rank(_flat(x), tokens)
-        shard = x.new_empty(tokens.each, weight.shape[0])
+        out = x.new_empty(*tokens.shard_shape, weight.shape[0])  # no view, which the model could not add to in place
+        shard = _flat(out)
         flying: deque[Work | None] = deque()
         for i, (start, stop) in enumerate(_bounds(tokens.each, pieces)):
             if len(flying) == 2:  # whose buffer comes next
@@ -88,7 +90,7 @@ class _Scatter(Function):
             flying.append(comm.reduce_scatter_into(shard[start:stop], piece, async_op=True, fill=fill))
         for work in flying:
             _wait(work)
-        return shard.view(*tokens.shard_shape, -1)
+        return out
 
     @staticmethod
     @once_differentiable
