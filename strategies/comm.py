@@ -17,11 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallax.strategies import gloo
-
-# torch 2.13 renamed it and warns about the old name.
-_ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+from parallax.strategies import collectives
+from parallax.strategies.gloo import Fill
 
 
 class CommError(RuntimeError):
@@ -184,35 +181,26 @@ class AxisComm:
             out.view(-1).copy_(tensor.reshape(-1))
             return None
         with self._named("all_gather", nbytes(out)):
-            if gloo.is_gloo(self.group, tensor):
-                part = tensor.contiguous().view(-1)
-                work = gloo.all_gather(out.view(self.size, -1), part, self.group, self.index)
-                if not async_op:
-                    work.wait()
-            else:
-                work = _ALL_GATHER(out.view(-1), tensor.contiguous().view(-1), group=self.group, async_op=async_op)
+            whole, part = out.view(self.size, -1), tensor.contiguous().view(-1)
+            work = collectives.all_gather(whole, part, self.group, self.index, async_op=async_op)
         return named_work(work, self, "all_gather") if async_op else None
 
     def reduce_scatter_into(
-        self, out: Tensor, tensor: Tensor, async_op: bool = False, fill: gloo.Fill | None = None
+        self, out: Tensor, tensor: Tensor, async_op: bool = False, fill: Fill | None = None
     ) -> Work | None:
         """Fill `out` with this rank's part, in axis order, of the sum over ranks of `tensor`, `size` times as large.
 
         Both are contiguous; parts are consecutive blocks of `tensor` seen as flat memory (dim 0). `fill`, if given, is
         called to compute some ranks' parts of `tensor`, so that some can travel while others are computed.
         """
-        if fill is not None and not gloo.is_gloo(self.group, tensor):
-            fill(slice(0, self.size))
         if self.size == 1:
+            if fill is not None:
+                fill(slice(0, 1))
             out.view(-1).copy_(tensor.reshape(-1))
             return None
         with self._named("reduce_scatter", nbytes(tensor)):
-            if gloo.is_gloo(self.group, tensor):
-                work = gloo.reduce_scatter(out.view(-1), tensor.view(self.size, -1), self.group, self.index, fill)
-                if not async_op:
-                    work.wait()
-            else:
-                work = _REDUCE_SCATTER(out.view(-1), tensor.view(-1), group=self.group, async_op=async_op)
+            mine, parts = out.view(-1), tensor.view(self.size, -1)
+            work = collectives.reduce_scatter(mine, parts, self.group, self.index, fill, async_op=async_op)
         return named_work(work, self, "reduce_scatter") if async_op else None
 
     def all_to_all_into(

@@ -2,7 +2,7 @@
 
 It is: one step of (n-1)/n of the tensor each way, what the textbook counts. gloo's own reduce-scatter is a whole
 all-reduce of which each rank keeps its part, and its all-gather goes round a ring, in a thread of its own. It is not:
-counted or named (`comm.py`), nor for other backends, nor for memory of other devices.
+chosen (`collectives.py`), counted or named (`comm.py`), nor for other backends, nor for memory of other devices.
 """
 
 from __future__ import annotations

@@ -272,7 +272,7 @@ class Layout:
 
     @property
     def may_gather_ahead(self) -> bool:
-        """Whether every forward runs the same layers in the same order on all ranks, as DeepSpeed's prefetch needs."""
+        """Whether ZeRO-3 may gather by the order of earlier forwards; why not with experts: docs/architecture.md."""
         return self.pipeline_parallel_size == 1 and self.expert_parallel_size == 1
 
     @property

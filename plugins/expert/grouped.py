@@ -104,7 +104,6 @@ class _Grouped(Function):
         return of_rows, of_first, of_second, of_first_bias, of_second_bias, None, None, None
 
 
-
 def _of_weight(x: Tensor, grad: Tensor, out: Tensor, transposed: bool) -> None:
     """`out` becomes the gradient of a weight [in, out] when `transposed`, of one [out, in] otherwise."""
     outer(x, grad, out) if transposed else outer(grad, x, out)

@@ -14,7 +14,7 @@ The record of a run that went well:
     tokens_per_s         of the whole job, at the median
     peak_memory_bytes    of each rank (`memory.py`)
     bytes_per_step       axis -> bytes a rank sends in a step (`comm.wire_bytes`), the mean over the ranks, as the
-                         mesh's ledger counts them; what DeepSpeed sends for ZeRO is its own and not in it
+                         mesh's ledger counts them, DeepSpeed's for ZeRO too
     bubble               idle share of the pipeline's schedule, simulated with backward = 2 x forward; 0 without one
     loss                 at the last step, the mean over the data ranks
     expert_load          layer -> tokens of each of its experts, where the Trainer has the callback ExpertLoad
