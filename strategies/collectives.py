@@ -29,8 +29,8 @@ def all_gather(out: Tensor, part: Tensor, group: dist.ProcessGroup | None, index
 def reduce_scatter(
     out: Tensor, parts: Tensor, group: dist.ProcessGroup | None, index: int, fill: Fill | None, *, async_op: bool
 ) -> Any:
-    """Fill `out` [n] with row `index` of the sum over ranks of `parts` [ranks, n]; `fill`, if any, computes rows of it. A
-    handle, when `async_op`."""
+    """Fill `out` [n] with row `index` of the sum over ranks of `parts` [ranks, n], whose rows `fill`, if any, computes.
+    A handle, when `async_op`."""
     if gloo.is_gloo(group, parts):
         return _begun(gloo.reduce_scatter(out, parts, group, index, fill), async_op)
     if fill is not None:
