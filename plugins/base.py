@@ -93,6 +93,20 @@ class ParamShard:
             whole.narrow(self.dim, start, stop - start).copy_(local.narrow(self.dim, at, stop - start))
             at += stop - start
 
+    def without_padding(self, local: Tensor) -> Tensor:
+        """`local` without the padding (a copy then); anything of another shape as it is."""
+        if not self.pad or self.dim is None or tuple(local.shape) != self.local_shape:
+            return local
+        return local.narrow(self.dim, 0, local.shape[self.dim] - self.pad).clone()
+
+    def with_padding(self, saved: Tensor) -> Tensor:
+        """The counterpart of `without_padding`: zeros where the padding was."""
+        if not self.pad or self.dim is None or saved.dim() != len(self.shape):
+            return saved
+        zeros = saved.new_zeros(*saved.shape[: self.dim], self.pad, *saved.shape[self.dim + 1 :])
+        whole = torch.cat([saved, zeros], self.dim)
+        return whole if tuple(whole.shape) == self.local_shape else saved
+
 
 class ParallelPlugin(ABC):
     """One form of model parallelism. A fresh instance serves one model; nothing is shared between instances.

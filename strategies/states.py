@@ -18,7 +18,8 @@ from parallax.plugins.pipeline import PipelineParallel
 from parallax.strategies import checkpoint
 from parallax.strategies.assemble import averaged_lookup, shard_lookup
 from parallax.strategies.engine import Engine
-from parallax.strategies.export import whole_state_dict
+from parallax.strategies.export import Export
+from parallax.strategies.padding import Padding
 from parallax.strategies.processes import ProcessStrategy
 
 
@@ -50,14 +51,29 @@ class StateStrategy(ProcessStrategy):
 
         Empty on other ranks. Collective; within `Trainer.fit` and the like, where the ranks hold their parts.
         """
+        return self._export.state_dict()
+
+    def whole_optimizer_state(self) -> dict[str, dict[str, Tensor]]:
+        """On rank 0 what the optimizer keeps in the shape of each parameter (Adam's moments), as one process has it.
+
+        By the parameter's name, on the CPU; empty on other ranks. Collective, as `whole_state_dict`.
+        """
+        return self._export.optimizer_state()
+
+    @property
+    def _export(self) -> Export:
         assert self.lightning_module is not None
-        return whole_state_dict(
+        return Export(
             self.lightning_module,
             self.engine.data,
             mesh=self.mesh,
             shard_of=self.shard_of,
             averaged_over=self.averaged_over,
         )
+
+    @property
+    def _padding(self) -> Padding:
+        return Padding(self.shard_of)
 
     def is_tied(self, fqn: str) -> bool:
         """Whether the parameter has a copy on the first and on the last pipeline stage."""
@@ -72,16 +88,17 @@ class StateStrategy(ProcessStrategy):
         return True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        return self.engine.data.module_state()
+        return self._padding.dropped_from_weights(self.engine.data.module_state())
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        self.engine.data.load_module_state(checkpoint["state_dict"])
+        self.engine.data.load_module_state(self._padding.added_to_weights(checkpoint["state_dict"]))
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        return self.engine.data.optimizer_state()
+        return self._padding.dropped_from_optimizer(self.engine.data.optimizer_state())
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        self.engine.data.load_optimizer_state(checkpoint["optimizer_states"][0])
+        state = self._padding.added_to_optimizer(checkpoint["optimizer_states"][0])
+        self.engine.data.load_optimizer_state(state)
 
     def save_checkpoint(self, checkpoint_: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         if storage_options is not None:

@@ -207,15 +207,15 @@ class FSDPEngine(DataEngine):
             self.masters.refresh()
 
     def optimizer_state(self) -> dict[str, Any]:
-        """The optimizer's state dict over this rank's shares and, for narrow ones, their fp32 copies in its order."""
+        """The optimizer's state dict over this rank's shares and, for narrow ones, their fp32 copies by name."""
         if self.optimizer is None:
             return {}
-        return self.masters.saved(self.optimizer)
+        return self.masters.saved(self.optimizer, self.trained)
 
     def load_optimizer_state(self, state: dict[str, Any]) -> None:
         if self.optimizer is None:
             return
-        self.masters.load(self.optimizer, state)
+        self.masters.load(self.optimizer, self.trained, state)
 
     def traffic(self, case: Case, out: Expected) -> None:
         """See `fsdp_formula.py`."""

@@ -7,6 +7,7 @@ leaves fp32 and fp64 parameters as they are.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -57,16 +58,20 @@ class MasterWeights:
         for param, master in self.pairs.items():
             master.copy_(param)
 
-    def saved(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Copies of the optimizer's state dict and of the masters, in its order."""
-        return dict(cloned({"optimizer": optimizer.state_dict(), "masters": list(self.pairs.values())}))
+    def saved(self, optimizer: Optimizer, trained: Mapping[str, nn.Parameter]) -> dict[str, Any]:
+        """Copies of the optimizer's state dict and of the masters by name, and the names in the optimizer's order."""
+        fqns = {self.pairs.get(param, param): fqn for fqn, param in trained.items()}
+        names = [fqns.get(p, "") for group in optimizer.param_groups for p in group["params"]]
+        masters = {fqns[master]: master for master in self.pairs.values()}
+        return dict(cloned({"optimizer": optimizer.state_dict(), "masters": masters, "names": names}))
 
     @torch.no_grad()
-    def load(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+    def load(self, optimizer: Optimizer, trained: Mapping[str, nn.Parameter], state: dict[str, Any]) -> None:
         """Take back what `saved` gave, and round the masters into the model's parameters."""
         optimizer.load_state_dict(state["optimizer"])
-        for master, saved in zip(self.pairs.values(), state["masters"], strict=True):
-            master.copy_(saved)
+        for fqn, param in trained.items():
+            if param in self.pairs:
+                self.pairs[param].copy_(state["masters"][fqn])
         self.write_back()
 
 

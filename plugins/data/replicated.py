@@ -136,15 +136,15 @@ class ReplicatedEngine(DataEngine):
             self.masters.refresh()
 
     def optimizer_state(self) -> dict[str, Any]:
-        """The optimizer's own state dict and, for narrow parameters, the masters in the optimizer's order."""
+        """The optimizer's own state dict and, for narrow parameters, the masters by name."""
         if self.optimizer is None or self.masters is None:
             return {}
-        return self.masters.saved(self.optimizer)
+        return self.masters.saved(self.optimizer, self.trained)
 
     def load_optimizer_state(self, state: dict[str, Any]) -> None:
         if self.optimizer is None or self.masters is None:
             return
-        self.masters.load(self.optimizer, state)
+        self.masters.load(self.optimizer, self.trained, state)
 
     def traffic(self, case: Case, out: Expected) -> None:
         add_replicated(case, out)
