@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from torch.overrides import _get_current_function_mode, _get_current_function_mode_stack
 
 from parallax.strategies.accumulation import MARK, accumulation_of, weight_gradient
+from parallax.strategies.products import is_faster, linear_product, product
 
 WIDE = (torch.float32, torch.float64)
 """Dtypes in which rows of a table may be added up one by one."""
@@ -60,7 +61,7 @@ class _Product(Function):
         if x.dtype is not weight.dtype and is_autocast(x):
             # Cast here: autocast would keep its copy, which has no history, for whoever reads the weight next.
             weight = weight.detach().to(x.dtype)
-        return F.linear(x, weight.t() if transposed else weight, bias)
+        return linear_product(x, weight.t() if transposed else weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
@@ -73,7 +74,7 @@ class _Product(Function):
         if for_x:
             if used.dtype is not x.dtype:
                 used = used.to(x.dtype)
-            of_x = torch.mm(grad, used.t() if transposed else used).view(shape)
+            of_x = product(grad, used.t() if transposed else used).view(shape)
         if for_weight:
             of_weight = weight_gradient(ctx.weight, *((x.t(), grad) if transposed else (grad.t(), x)))
         return of_x, of_weight, grad.sum(0) if for_bias else None, None
@@ -117,9 +118,11 @@ def _adds(weight: Tensor) -> bool:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, transposed: bool = False) -> Tensor:
     """x W^T + b, or x W + b when `transposed` (W is stored [in, out]); `weight` is the parameter itself."""
-    if type(x) is not Tensor or x.dim() < 2 or not _adds(weight) or products_are_watched():
+    cast_first = torch._C._is_any_autocast_enabled()
+    pays = _adds(weight) or (not cast_first and type(weight) is nn.Parameter and is_faster(x))
+    if type(x) is not Tensor or x.dim() < 2 or not pays or products_are_watched():
         return F.linear(x, weight.t() if transposed else weight, bias)
-    if torch._C._is_any_autocast_enabled():
+    if cast_first:
         x = x.to(autocast_dtype(x))
     return cast(Tensor, _product(x, weight, bias, transposed))
 

@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from parallax.strategies.products import add_product, product
+
 MARK = "_parallax_accumulation"
 
 
@@ -96,10 +98,10 @@ class Accumulation:
         """
         grad = param.grad
         if grad is not None and grad.dtype is left.dtype and not grad.is_sparse:
-            grad.addmm_(left, right)
+            add_product(grad, left, right)
             self._touched(param)
         else:
-            self.add(param, torch.mm(left, right))
+            self.add(param, product(left, right))
 
     def add(self, param: Tensor, gradient: Tensor) -> None:
         """Add `gradient`, which nobody else keeps, to that of `param`."""
@@ -134,6 +136,6 @@ def weight_gradient(param: Tensor, left: Tensor, right: Tensor) -> Tensor | None
     """For a backward: `left` [n, t] times `right` [t, k], the gradient of `param` [n, k]; None where it was added."""
     into = accumulation_of(param)
     if into is None or not into.is_open:
-        return (left @ right).to(param.dtype)
+        return product(left, right).to(param.dtype)
     into.add_product(param, left, right)
     return None

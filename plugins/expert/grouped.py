@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import Function, once_differentiable
 
-from parallax.plugins.expert.products import multiply, outer
+from parallax.strategies.products import multiply, outer
 
 _PARAMETERS = {f"{name}_proj{bias}" for name in ("gate_up", "up", "down") for bias in ("", "_bias")}
 

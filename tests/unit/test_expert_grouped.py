@@ -13,7 +13,6 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 
 from parallax.plugins.expert.grouped import grouped, takes
-from parallax.plugins.expert.products import multiply, outer
 
 HIDDEN, WIDTH, EXPERTS = 6, 5, 4
 
@@ -75,18 +74,3 @@ def test_frozen_weights_and_other_forms() -> None:
     module.config._experts_implementation = "grouped_mm"
     module.adapter = nn.Linear(2, 2)  # more than products, biases and a gate
     assert not takes(module)
-
-
-@pytest.mark.parametrize("n", [0, 1, 127, 128, 300, 513])
-def test_products_in_blocks(n: int) -> None:
-    """fp32 against fp64, relative to the size of the sums."""
-    gen = torch.Generator().manual_seed(n)
-    x, w, g = (torch.randn(*size, generator=gen) for size in ((n, 33), (33, 20), (n, 20)))
-    product, weight = torch.full((n, 20), float("nan")), torch.full((33, 20), float("nan"))
-    multiply(x, w, product)
-    outer(x, g, weight)
-    torch.testing.assert_close(product.double(), x.double() @ w.double(), rtol=1e-5, atol=1e-5 * 33**0.5)
-    torch.testing.assert_close(weight.double(), x.double().t() @ g.double(), rtol=1e-5, atol=1e-5 * max(n, 1) ** 0.5)
-    strided = torch.empty(20, n).t()
-    multiply(x, w.t().contiguous().t(), strided)
-    torch.testing.assert_close(strided, product, rtol=1e-5, atol=1e-5 * 33**0.5)
