@@ -12,9 +12,11 @@ from datetime import timedelta
 
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from torch.distributed import PrefixStore  # type: ignore[attr-defined] # not in its __all__
 
 from parallax.plugins.launch.mpi import ParallaxMPIEnvironment
 from parallax.plugins.launch.placed import PlacedEnvironment
+from parallax.plugins.launch.shared_store import join_store
 
 
 @dataclass
@@ -91,6 +93,6 @@ def init_distributed(environment: ClusterEnvironment, backend: str, timeout: tim
 def _join(environment: ClusterEnvironment, backend: str, timeout: timedelta, rank: int, size: int) -> None:
     if isinstance(environment, (ParallaxMPIEnvironment, PlacedEnvironment)):
         store = environment.store()
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     else:
-        dist.init_process_group(backend, init_method="env://", rank=rank, world_size=size, timeout=timeout)
+        store = PrefixStore("default_pg", join_store("env://", rank, size, timeout))
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)

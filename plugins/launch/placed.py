@@ -18,10 +18,10 @@ from lightning.fabric.plugins.environments.lsf import LSFEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined] # not in its __all__
-from torch.distributed.rendezvous import rendezvous
 
 from parallax.plugins.launch.errors import same_on_every_rank
 from parallax.plugins.launch.rank_zero import set_printing_rank
+from parallax.plugins.launch.shared_store import join_store
 from parallax.plugins.topology.gather import store_exchange
 
 KNOWN = (TorchElasticEnvironment, SLURMEnvironment, LSFEnvironment, LightningEnvironment)
@@ -97,8 +97,7 @@ class PlacedEnvironment(ClusterEnvironment):
         if self._joined is None:
             address = self.inner.main_address
             host = f"[{address}]" if ":" in address else address
-            where = f"tcp://{host}:{self.inner.main_port}?rank={self._launched}&world_size={self._size}"
-            shared, _, _ = next(rendezvous(where, timeout=self._timeout))
+            shared = join_store(f"tcp://{host}:{self.inner.main_port}", self._launched, self._size, self._timeout)
             # the launcher's store outlives this object: each rank counts there how many it has seen
             number = shared.add(f"parallax/joined/{self._launched}", 1)
             self._joined = PrefixStore(f"parallax/{number}", shared)

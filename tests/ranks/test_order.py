@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 import warnings
 from datetime import timedelta
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, nn
+from torch.distributed import TCPStore  # type: ignore[attr-defined] # not in its __all__
 from torch.utils.data import DataLoader
 
 from parallax import ParallaxStrategy
@@ -97,6 +99,27 @@ def test_everybody_is_told_the_same_rank(agent: bool) -> None:
         assert told == [new, {"ranks": [launched], "slot": launched, "order": False}, new]
     line = "ranks reordered: the launcher's 1 2 0 are now 0 to 2\n"
     assert [text.count(line) for text in texts] == [0, 2, 0]  # on the rank that is 0 now
+
+
+def _join_while_the_old_store_closes(rank: int, world: int) -> int:
+    """Rank 0 still holds a store of before at MASTER_PORT when rank 1 comes, and closes it under rank 1."""
+    if rank == 0:
+        old = TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=True, wait_for_workers=False)
+        before, end = old.num_keys(), time.monotonic() + 15
+        while old.num_keys() == before:  # until rank 1 has left its address there
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        del old
+    connection = init_distributed(choose_environment(), "gloo", WAIT)
+    total = torch.tensor(rank + 1)
+    dist.all_reduce(total)
+    connection.close()
+    return int(total)
+
+
+def test_an_old_store_at_the_same_port() -> None:
+    own = {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": str(_free_port())}
+    assert run_ranks(2, _join_while_the_old_store_closes, init=False, env=own) == [3, 3]
 
 
 def _settle(rank: int, world: int, cases: list[tuple[str, Any, str, int | None]]) -> list[Any]:
