@@ -13,6 +13,9 @@ from torch import Tensor
 
 from parallax.plugins.base import ParamShard
 
+WEIGHTS = {"state_dict", "current_model_state"}
+"""Entries that map names of parameters to tensors; the second is that of Lightning's WeightAveraging."""
+
 
 class Padding:
     """Drops padding from states on their way out, and adds it on their way in.
@@ -24,20 +27,13 @@ class Padding:
     def __init__(self, shard_of: Callable[[str], ParamShard | None]) -> None:
         self._shard_of = shard_of
 
-    def dropped_from_weights(self, state: dict[str, Any]) -> dict[str, Any]:
-        """A module's state dict without padding; tensors that were one stay one."""
-        memo: dict[int, Any] = {}
-        return {fqn: memo.setdefault(id(value), self._drop(fqn, value)) for fqn, value in state.items()}
+    def dropped(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """Lightning's dictionary without padding; tensors that were one stay one."""
+        return _changed(checkpoint, self._drop)
 
-    def added_to_weights(self, state: dict[str, Any]) -> dict[str, Any]:
-        return {fqn: self._add(fqn, value) for fqn, value in state.items()}
-
-    def dropped_from_optimizer(self, state: dict[str, Any]) -> dict[str, Any]:
-        """What `MasterWeights.saved` gives, without padding; anything else as it is."""
-        return _changed(state, self._drop)
-
-    def added_to_optimizer(self, state: dict[str, Any]) -> dict[str, Any]:
-        return _changed(state, self._add)
+    def added(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """The counterpart of `dropped`."""
+        return _changed(checkpoint, self._add)
 
     def _drop(self, fqn: str, value: Any) -> Any:
         shard = self._shard_of(fqn) if isinstance(value, Tensor) else None
@@ -48,7 +44,18 @@ class Padding:
         return value if shard is None else shard.with_padding(value)
 
 
-def _changed(state: dict[str, Any], change: Callable[[str, Any], Any]) -> dict[str, Any]:
+def _changed(checkpoint: dict[str, Any], change: Callable[[str, Any], Any]) -> dict[str, Any]:
+    out = dict(checkpoint)
+    for key in WEIGHTS & out.keys():
+        memo: dict[int, Any] = {}
+        out[key] = {fqn: memo.setdefault(id(value), change(fqn, value)) for fqn, value in out[key].items()}
+    if "optimizer_states" in out:
+        out["optimizer_states"] = [_changed_moments(state, change) for state in out["optimizer_states"]]
+    return out
+
+
+def _changed_moments(state: dict[str, Any], change: Callable[[str, Any], Any]) -> dict[str, Any]:
+    """`state` is what `MasterWeights.saved` gives, or what knows no names: flat partitions."""
     if "names" not in state:
         return state
     names, optimizer = state["names"], state["optimizer"]

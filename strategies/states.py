@@ -71,10 +71,6 @@ class StateStrategy(ProcessStrategy):
             averaged_over=self.averaged_over,
         )
 
-    @property
-    def _padding(self) -> Padding:
-        return Padding(self.shard_of)
-
     def is_tied(self, fqn: str) -> bool:
         """Whether the parameter has a copy on the first and on the last pipeline stage."""
         return any(p.is_tied(fqn) for p in self._plugins if isinstance(p, PipelineParallel))
@@ -88,25 +84,25 @@ class StateStrategy(ProcessStrategy):
         return True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        return self._padding.dropped_from_weights(self.engine.data.module_state())
+        return self.engine.data.module_state()
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        self.engine.data.load_module_state(self._padding.added_to_weights(checkpoint["state_dict"]))
+        self.engine.data.load_module_state(checkpoint["state_dict"])
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        return self._padding.dropped_from_optimizer(self.engine.data.optimizer_state())
+        return self.engine.data.optimizer_state()
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        state = self._padding.added_to_optimizer(checkpoint["optimizer_states"][0])
-        self.engine.data.load_optimizer_state(state)
+        self.engine.data.load_optimizer_state(checkpoint["optimizer_states"][0])
 
     def save_checkpoint(self, checkpoint_: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         if storage_options is not None:
             raise ValueError("storage_options is not supported: a Parallax checkpoint is a folder of one file per rank")
-        checkpoint.save(checkpoint_, Path(self.broadcast(str(filepath))), self.mesh)
+        without = Padding(self.shard_of).dropped(checkpoint_)
+        checkpoint.save(without, Path(self.broadcast(str(filepath))), self.mesh)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        return checkpoint.load(Path(checkpoint_path), self.mesh)
+        return Padding(self.shard_of).added(checkpoint.load(Path(checkpoint_path), self.mesh))
 
     def remove_checkpoint(self, filepath: Any) -> None:
         if self.is_global_zero:

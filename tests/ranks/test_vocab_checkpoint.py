@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import WeightAveraging
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -83,7 +84,7 @@ def fit(at: tuple[int, int], layout: str, folder: str, steps: int, precision: st
     keep, strategy = Keep(paths.get("end")), ParallaxStrategy(layout, cluster_environment=Given(*at))
     trainer = Trainer(
         strategy=strategy, accelerator="cpu", devices=at[1], precision=precision, max_steps=steps, logger=False,
-        callbacks=[keep], enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        callbacks=[keep, *([WeightAveraging()] if layout == "tp2" else [])], enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         use_distributed_sampler=False,
     )  # fmt: skip
     lit = Lit(folder, "float64" if precision == "64-true" else "bfloat16")
@@ -162,7 +163,8 @@ def test_files_hold_no_padding(two: Any, root: Path) -> None:
         folder = root / f"tp2-{precision}"
         files = [torch.load(folder / f"rank-0000{i}-of-00002.pt", weights_only=False) for i in range(2)]
         for fqn in (f"model.{name}" for name in CUT):
-            assert [len(file["state_dict"][fqn]) for file in files] == [19, 18]
+            for weights in ("state_dict", "current_model_state"):
+                assert [len(file[weights][fqn]) for file in files] == [19, 18]
             states = [file["optimizer_states"][0] for file in files]
             at = states[0]["names"].index(fqn)
             for key in ("exp_avg", "exp_avg_sq"):
