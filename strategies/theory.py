@@ -103,7 +103,8 @@ class Trace:
     Attributes:
         calls: module -> its calls, in order.
         handed: module -> what travels on when a pipeline is cut after it, call by call.
-        last_save: module -> the one in it, or it itself, that was the last to save a tensor for backward.
+        last_save: module -> the one in it, or it itself, that was the last to save a tensor for backward, in the order
+            in which ranks run.
         losses, attentions: in order.
         numbers: single numbers with a fraction that the step returned; `tensors`: bytes of each other tensor in it.
         balanced: what each auxiliary loss was given: router logits of every layer, and a mask or None.

@@ -21,24 +21,39 @@ _SHARED = re.compile(r"shared_(experts?|mlp)")
 class Beside:
     """The shared expert of one block.
 
+    Nothing outlives a call of the block. One that returns without asking for an early result turns it off; one that is
+    stopped does not, as torch stops a recomputation once backward has all it needs, before the block asks.
+
     Attributes:
         module: itself.
         ready: the tokens it was called early with, and what it returned; None when there is nothing to hand over.
         on: whether it is called early; off for good once an early result was not asked for.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, block: nn.Module, module: nn.Module) -> None:
         self.module = module
         self.ready: tuple[Tensor, Tensor] | None = None
         self.on = True
         cls: Any = type(module)
+        outer: Any = type(block)
 
         def call(shared: Any, *args: Any, **kwargs: Any) -> Any:
             found = shared.beside._take(args[0]) if len(args) == 1 and not kwargs else None
             return cls.__call__(shared, *args, **kwargs) if found is None else found
 
+        def call_block(whole: Any, *args: Any, **kwargs: Any) -> Any:
+            beside: Beside = whole.beside
+            try:
+                out = outer.__call__(whole, *args, **kwargs)
+                beside.on = beside.on and beside.ready is None
+                return out
+            finally:
+                beside.ready = None
+
         swap(module, __call__=call)
-        module.__dict__["beside"] = self  # where a copy of the model finds its own
+        swap(block, __call__=call_block)
+        for one in (module, block):
+            one.__dict__["beside"] = self  # where a copy of the model finds its own
         self._compute = cls.__call__
 
     def start(self, hidden: Tensor) -> None:
@@ -58,7 +73,7 @@ class Beside:
         return out.view(*hidden.shape[:-1], out.shape[-1])
 
 
-def find_beside(block: nn.Module, experts: str) -> Beside | None:
+def find_shared(block: nn.Module, experts: str) -> nn.Module | None:
     """The shared expert that the code of `block` calls after its module named `experts`, if there is one.
 
     Which comes first is read off the names in the compiled forward, which stand in the order of their first use.
@@ -69,5 +84,11 @@ def find_beside(block: nn.Module, experts: str) -> Beside | None:
         return None
     for name, child in block.named_children():
         if _SHARED.fullmatch(name) and name in names and names.index(name) > names.index(experts):
-            return Beside(child)
+            return child
     return None
+
+
+def find_beside(block: nn.Module, experts: str) -> Beside | None:
+    """The shared expert of `find_shared`, ready to be called early."""
+    shared = find_shared(block, experts)
+    return None if shared is None else Beside(block, shared)

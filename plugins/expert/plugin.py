@@ -19,7 +19,7 @@ from torch import nn
 
 from parallax.plugins.base import ParallelPlugin, ParamShard
 from parallax.plugins.expert.balance import attach
-from parallax.plugins.expert.beside import Beside, find_beside
+from parallax.plugins.expert.beside import find_beside, find_shared
 from parallax.plugins.expert.layers import become_experts
 from parallax.plugins.expert.plans import HOW_TO, ExpertsTarget, find_experts, old_style
 from parallax.plugins.expert.traffic import add_balance, add_traffic
@@ -124,10 +124,15 @@ class ExpertParallel(ParallelPlugin):
                     self._capacity_factor,
                     shares=sharing,
                     chunks=self._chunks,
-                    beside=_beside(model, target) if ep.size > 1 else None,
+                    beside=find_beside(*_place(model, target)) if ep.size > 1 else None,
                 )
         self._report = _describe(targets, ep, etp, shares)
         self._balanced = mesh[self._balanced_over]
+
+    def early(self, model: nn.Module, layout: Layout) -> frozenset[nn.Module]:
+        """Modules of a whole model that `layout` calls earlier than its code does: inside the experts they go with."""
+        targets = self._targets(model, layout) if layout.expert_parallel_size > 1 else []
+        return frozenset(m for t in targets if (m := find_shared(*_place(model, t))) is not None)
 
     def _targets(self, model: nn.Module, layout: Layout) -> list[ExpertsTarget]:
         """Experts modules that something is done to."""
@@ -158,9 +163,10 @@ class ExpertParallel(ParallelPlugin):
         return dict(self._report)
 
 
-def _beside(model: nn.Module, target: ExpertsTarget) -> Beside | None:
+def _place(model: nn.Module, target: ExpertsTarget) -> tuple[nn.Module, str]:
+    """The block an experts module is in, and its name there."""
     owner, _, name = target.fqn.rpartition(".")
-    return find_beside(model.get_submodule(owner), name)
+    return model.get_submodule(owner), name
 
 
 def _require_grouped(target: ExpertsTarget, etp: int) -> None:

@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import nn
 
 from parallax.plugins.base import ParallelPlugin, ParamShard
 from parallax.plugins.context import ContextParallel
 from parallax.plugins.data.base import DataEngine
+from parallax.plugins.expert import ExpertParallel
 from parallax.plugins.pipeline import PipelineParallel
 from parallax.plugins.tensor.plugin import TensorParallel
 from parallax.strategies import recompute
@@ -79,6 +81,8 @@ class Expectation(Callback):
         pipeline = next((p for p in self._plugins if isinstance(p, PipelineParallel)), None)
         tensor = next((p for p in self._plugins if isinstance(p, TensorParallel)), None)
         stages = Stages() if pipeline is None else pipeline.stages(module, layout)
+        expert = next((p for p in self._plugins if isinstance(p, ExpertParallel)), None)
+        early = frozenset[nn.Module]() if expert is None else expert.early(module, layout)
         sharded = tensor is not None and tensor.trunk(module, layout) is not None
         names: dict[int, list[str]] = {}
         for fqn, param in module.named_parameters(remove_duplicate=False):
@@ -89,7 +93,7 @@ class Expectation(Callback):
         known: set[Any] = set()
         with trainer.precision_plugin.forward_context():
             for step, batches in enumerate(self._asked.batches):
-                traces = [self._trace(module, batch, stages) for batch in batches]
+                traces = [self._trace(module, batch, stages, early) for batch in batches]
                 theories = []
                 for rank in range(layout.world_size):
                     mesh = Mesh.build(layout, rank, groups=False)
@@ -113,13 +117,15 @@ class Expectation(Callback):
                 known |= {key for key, _, _ in traces}
                 self.theories.append(theories)
 
-    def _trace(self, module: LightningModule, batch: Any, stages: Stages) -> tuple[Any, Trace, int]:
+    def _trace(
+        self, module: LightningModule, batch: Any, stages: Stages, early: frozenset[nn.Module]
+    ) -> tuple[Any, Trace, int]:
         """What identifies the shapes of a data rank's micro-batches, what was seen of one, and their number."""
         part, tokens, count = microbatch(module, batch, self._asked.layout, self._plugins)
         key = signature(part), tokens, count
         if key not in self._traces:
             context = self._asked.layout.context_parallel_size
-            self._traces[key] = trace(module, part, stages.ends, tokens=tokens, context=context)
+            self._traces[key] = trace(module, part, stages.ends, tokens=tokens, context=context, early=early)
         return key, self._traces[key], count
 
     def _theory(self, case: Case) -> Theory:

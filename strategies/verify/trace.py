@@ -36,7 +36,15 @@ def local_tokens(batch: Any, plan: Any, size: int, order: str) -> tuple[Any, int
     return unflatten(leaves, spec), found.tokens
 
 
-def trace(module: LightningModule, batch: Any, ends: Collection[nn.Module], *, tokens: int, context: int) -> Trace:
+def trace(
+    module: LightningModule,
+    batch: Any,
+    ends: Collection[nn.Module],
+    *,
+    tokens: int,
+    context: int,
+    early: Collection[nn.Module] = (),
+) -> Trace:
     """Run the user's step on `batch` once and note what was seen; nothing of the module is changed.
 
     Args:
@@ -44,10 +52,11 @@ def trace(module: LightningModule, batch: Any, ends: Collection[nn.Module], *, t
         ends: layers after which a pipeline is cut.
         tokens: of a whole sequence.
         context: ranks that share a sequence.
+        early: modules that ranks call earlier than one process does: what they save is no other module's last.
     """
     out, held = Trace(tokens=tokens), list[Tensor]()
     with ExitStack() as stack:
-        look = stack.enter_context(_Look(out, batch, context, held))
+        look = stack.enter_context(_Look(out, batch, context, held, early))
         stack.enter_context(_hooked(module, out, ends, look))
         stack.enter_context(untouched(module))
         stack.enter_context(_kept(module))
@@ -74,9 +83,11 @@ def _seen(tensor: Tensor, held: list[Tensor]) -> Seen:
 class _Look(TorchFunctionMode):
     """Notes attention, cross-entropy and shifts of labels."""
 
-    def __init__(self, out: Trace, batch: Any, context: int, held: list[Tensor]) -> None:
+    def __init__(
+        self, out: Trace, batch: Any, context: int, held: list[Tensor], early: Collection[nn.Module]
+    ) -> None:
         super().__init__()
-        self._out, self._context = out, context
+        self._out, self._context, self._early = out, context, early
         self.held, self.running = held, list[nn.Module]()
         first = next((t for t in tensors_of(batch) if t.dim() > 1), None)
         self._rows, self._tokens = (0, 0) if first is None else (first.shape[0], first.shape[1])
@@ -93,7 +104,8 @@ class _Look(TorchFunctionMode):
 
     def saved(self, tensor: Tensor) -> Tensor:
         """A tensor is saved for backward."""
-        self._out.last_save |= dict.fromkeys(self.running, self.running[-1]) if self.running else {}
+        inside = next((i for i, m in enumerate(self.running) if m in self._early), 0)
+        self._out.last_save |= dict.fromkeys(self.running[inside:], self.running[-1]) if self.running else {}
         return tensor
 
     def _attention(

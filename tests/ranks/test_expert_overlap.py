@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from parallax.plugins.expert.beside import find_beside
 from parallax.plugins.expert.layers import become_experts
@@ -70,6 +72,16 @@ def step(moe: Any, rank: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     return out.detach(), x.grad, {n: p.grad for n, p in moe.named_parameters() if p.grad is not None}
 
 
+def in_flight(moe: Any, rank: int, compute: Any) -> dict[str, Tensor]:
+    """Gradients of three micro-batches, the third of which begins when the first is over and the second is not."""
+    moe.zero_grad()
+    x = torch.randn(3, TOKENS, HIDDEN, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+    outs = [compute(moe, part[None].requires_grad_()) for part in x[:2]]
+    outs[0].square().sum().backward()
+    outs.append(compute(moe, x[2:].requires_grad_()))
+    for out in outs[1:]:
+        out.square().sum().backward()
+    return {n: p.grad for n, p in moe.named_parameters() if p.grad is not None}
 
 def run(rank: int, world: int) -> Any:
     events: list[str] = []
@@ -95,7 +107,9 @@ def run(rank: int, world: int) -> Any:
     out, grad, grads = step(moe, rank)
     del moe.experts._expert_outputs
     again = step(copy.deepcopy(moe), rank)  # a copy hands over what its own shared expert has computed
-    return events, (out, grad, grads), again[0], beside.on
+    grads = {n: g.clone() for n, g in grads.items()}
+    recomputed = in_flight(moe, rank, partial(checkpoint, use_reentrant=False))
+    return events, (out, grad, grads), again[0], recomputed, beside.on, beside.ready
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +126,7 @@ def test_a_chunk_travels_while_another_and_the_shared_expert_are_computed(ranks:
 def test_results_are_those_of_one_process(ranks: Any) -> None:
     moe = block()
     wanted = [step(moe, rank) for rank in range(2)]  # gradients of parameters add up
-    for rank, (_, (out, grad, grads), again, on) in enumerate(ranks):
+    for rank, (_, (out, grad, grads), again, _, on, _) in enumerate(ranks):
         assert on
         torch.testing.assert_close(out, wanted[rank][0], rtol=1e-9, atol=1e-12)
         torch.testing.assert_close(again, wanted[rank][0], rtol=1e-9, atol=1e-12)
@@ -122,6 +136,20 @@ def test_results_are_those_of_one_process(ranks: Any) -> None:
             torch.testing.assert_close(grads[name], mine, rtol=1e-9, atol=1e-12)
     for name in (n for n in wanted[1][2] if "shared" in n or "gate.weight" in n):
         torch.testing.assert_close(ranks[0][1][2][name] + ranks[1][1][2][name], wanted[1][2][name])
+
+
+def test_a_recomputation_that_torch_stops_leaves_nothing_behind(ranks: Any) -> None:
+    """Its backward needs nothing after the experts, so the block never asks for what was computed early."""
+    moe = block()
+    wanted = [{n: g.clone() for n, g in in_flight(moe, rank, nn.Module.__call__).items()} for rank in range(2)]
+    for *_, on, ready in ranks:
+        assert on and ready is None
+    for rank, (*_, got, _, _) in enumerate(ranks):
+        for name in ("experts.gate_up_proj", "experts.down_proj"):
+            mine = (wanted[0][name] + wanted[1][name]).chunk(2)[rank]
+            torch.testing.assert_close(got[name], mine, rtol=1e-9, atol=1e-12)
+        for name in (n for n in wanted[0] if "shared" in n or "gate.weight" in n):
+            torch.testing.assert_close(got[name], wanted[rank][name], rtol=1e-9, atol=1e-12)
 
 
 class SharedFirst(nn.Module):

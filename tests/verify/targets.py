@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from tests.parity.models import BUILD, SEQ, VOCAB, gpt2
+from tests.parity.moe_models import logits_loss
 
 
 class Rows(Dataset[Any]):
@@ -82,6 +85,12 @@ class Mixtral(Lit):
     name = "mixtral"
 
 
+class DeepSeek(Lit):
+    """Its block calls the shared expert last."""
+
+    name = "deepseek_v3"
+
+
 class Balanced(Lit):
     """A Mixtral with an auxiliary loss."""
 
@@ -92,6 +101,8 @@ class _Llama(Lit):
     """One of the family, made from its name."""
 
     family = ""
+
+    more: Mapping[str, Any] = MappingProxyType({})
 
     def configure_model(self) -> None:
         if not hasattr(self, "model"):
@@ -106,7 +117,7 @@ class _Llama(Lit):
                 "num_key_value_heads": 2,
                 "pad_token_id": 0,
             }
-            self.model = AutoModelForCausalLM.from_config(AutoConfig.for_model(self.family, **sizes))
+            self.model = AutoModelForCausalLM.from_config(AutoConfig.for_model(self.family, **sizes, **self.more))
 
 
 class Olmo2(_Llama):
@@ -119,6 +130,23 @@ class Phi3(_Llama):
     """One matrix for queries, keys and values, of which four ranks share two heads."""
 
     family = "phi3"
+
+
+class Qwen2Moe(_Llama):
+    """Its block calls the shared expert first and that expert's gate last; experts as transformers makes them."""
+
+    family = "qwen2_moe"
+    more = MappingProxyType(
+        {
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 24,
+        }
+    )
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        return logits_loss(self.model, batch)
 
 
 class Dropping(Lit):
