@@ -129,10 +129,11 @@ class AttentionSpec:
     documents: Documents | None = None
 
     def of_heads(self, start: int, stop: int) -> AttentionSpec:
-        """The same for query heads [start, stop) alone."""
+        """The same for query heads [start, stop) alone; dropout draws other numbers for other heads."""
         sinks, slopes = self.sinks, self.alibi_slopes
         return replace(
             self,
+            seed=hash((self.seed, start)),
             sinks=None if sinks is None else sinks[start:stop],
             alibi_slopes=None if slopes is None else slopes[start:stop],
         )
@@ -146,15 +147,17 @@ class ContextGroups:
         cp: all ranks that share a sequence.
         inner: runs of neighbours (a fast domain), size `context_inner_size` of the layout.
         outer: ranks at the same place of their runs.
+        threads: most CPU threads a rank of `cp` computes with; the same number on every rank.
     """
 
     cp: AxisComm
     inner: AxisComm
     outer: AxisComm
+    threads: int = 1
 
     @classmethod
-    def of(cls, mesh: Mesh) -> ContextGroups:
-        return cls(mesh["cp"], mesh["cp_inner"], mesh["cp_outer"])
+    def of(cls, mesh: Mesh, threads: int = 1) -> ContextGroups:
+        return cls(mesh["cp"], mesh["cp_inner"], mesh["cp_outer"], threads)
 
 
 class AttentionMethod(ABC):

@@ -32,8 +32,9 @@ class Methods:
     """
 
     def __init__(self, mesh: Mesh, layout: Layout) -> None:
-        self._groups, self._name = ContextGroups.of(mesh), layout.context_method
-        self._domain = domain_of(self._groups.cp.gather_objects(socket.gethostname()))
+        told = mesh["cp"].gather_objects((socket.gethostname(), torch.get_num_threads()))
+        self._groups = ContextGroups.of(mesh, max(threads for _, threads in told))
+        self._name, self._domain = layout.context_method, domain_of([host for host, _ in told])
         self._made: dict[str, AttentionMethod] = {}
         self._known: dict[Any, AttentionMethod] = {}
         self._bytes: dict[Any, tuple[int, int]] = {}
@@ -79,7 +80,7 @@ class Methods:
         """Payload bytes of one call, forward and backward."""
         if name not in METHODS:
             return 0, 0
-        calls = traffic(name, _shape(q, k, v), spec, shards, self._groups.inner.size)
+        calls = traffic(name, self._shape(q, k, v), spec, shards, self._groups.inner.size)
         return sent(calls, "forward"), sent(calls, "backward")
 
     def _find(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, shards: SequenceShards) -> AttentionMethod:
@@ -87,16 +88,16 @@ class Methods:
         if name == "auto":
             numbers = CPU if q.device.type == "cpu" else {}
             known = {method: registry.load("parallax.attention", method) for method in METHODS}
-            name = choose(known, _shape(q, k, v), spec, shards, inner, Machine(self._domain, **numbers)).name
+            name = choose(known, self._shape(q, k, v), spec, shards, inner, Machine(self._domain, **numbers)).name
         if name not in self._made:
             self._made[name] = registry.load("parallax.attention", name)(self._groups)
         method = self._made[name]
         method.check(spec, q.shape[1], k.shape[1], shards.size, inner)
         return method
 
-
-def _shape(q: Tensor, k: Tensor, v: Tensor) -> AttentionShape:
-    return AttentionShape(q.shape[0], q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.element_size())
+    def _shape(self, q: Tensor, k: Tensor, v: Tensor) -> AttentionShape:
+        sizes = q.shape[0], q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.element_size()
+        return AttentionShape(*sizes, device=q.device.type, threads=self._groups.threads)
 
 
 def domain_of(hosts: Sequence[str]) -> int:

@@ -12,12 +12,15 @@ with the rank after its own, arrives with what the ranks before have added, is a
 step it goes home directly, where the rank's own share has stayed. Gradients travel in fp32 (fp64 for fp64), so that
 they are rounded once.
 
+Heads go round in runs (`runs.py`), so that what is under way stays small beside q, k and v.
+
 Saved for backward: q, k and v as they came, the output, the log-sum-exp. Keys and values are packed for the first send
 and dropped after it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
@@ -27,6 +30,7 @@ from torch.autograd.function import Function, once_differentiable
 from parallax.plugins.context.base import AttentionMethod, AttentionSpec, SequenceShards
 from parallax.plugins.context.buffers import Pair, Scratch, Sums
 from parallax.plugins.context.local import Gradients, Row, attention_alone, exact, tiles_of
+from parallax.plugins.context.runs import Whole, count, cut
 from parallax.plugins.context.tiles import Visible, sees
 from parallax.strategies.comm import AxisComm, Work
 
@@ -49,40 +53,60 @@ class _Ring(Function):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, spec: AttentionSpec, shards: SequenceShards,
-        comm: AxisComm,
+        comm: AxisComm, number: int,
     ) -> Tensor:  # fmt: skip
-        here, row, steps = Pair.pack(k, v), Row(q, spec), steps_of(spec, shards)
-        queries, scratch = shards.ranges(comm.index), Scratch(here)
-        for step in range(steps):
-            coming, work = here, None
-            if step + 1 < steps:
-                coming = scratch(f"keys {step % 2}")
-                work = comm.shift(here.flat, coming.flat, tag=_KEYS)
-            keys = shards.ranges((comm.index - step) % comm.size)
-            row.see(here.k, here.v, tiles_of(q, spec, queries, keys, shards.tokens))
-            _wait(work)
-            here = coming
-        out, lse = row.finish(sinks, v.shape[-1])
+        whole = Whole(q.shape[1])
+        for mine, theirs in _runs(q, k, number):
+            row = Row(q[:, mine], spec.of_heads(mine.start, mine.stop))
+            _see_all(row, k[:, theirs], v[:, theirs], shards, comm)
+            whole.put(mine, *row.finish(None if sinks is None else sinks[mine], v.shape[-1]))
+        out, lse = whole.held
         ctx.save_for_backward(q, k, v, out, lse, sinks)
-        ctx.rest = spec, shards, comm
+        ctx.rest = spec, shards, comm, number
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, sinks = ctx.saved_tensors
-        spec, shards, comm = ctx.rest
-        gradients = Gradients(grad, q, out, lse, spec)
-        dk, dv = _go_round(gradients, k, v, steps_of(spec, shards), shards, comm)
-        dsinks = gradients.dsinks(sinks) if ctx.needs_input_grad[3] else None
-        return gradients.dq, dk, dv, dsinks, None, None, None
+        spec, shards, comm, number = ctx.rest
+        queries, keys, dsinks = Whole(q.shape[1]), Whole(k.shape[1]), []
+        for mine, theirs in _runs(q, k, number):
+            spec_of_run = spec.of_heads(mine.start, mine.stop)
+            gradients = Gradients(grad[:, mine], q[:, mine], out[:, mine], lse[:, mine], spec_of_run)
+            keys.put(theirs, *_go_round(gradients, k[:, theirs], v[:, theirs], shards, comm))
+            queries.put(mine, gradients.dq)
+            if ctx.needs_input_grad[3]:
+                dsinks.append(gradients.dsinks(sinks[mine]))
+        return *queries.held, *keys.held, torch.cat(dsinks) if dsinks else None, None, None, None, None
+
+
+def _runs(q: Tensor, k: Tensor, number: int) -> Iterator[tuple[slice, slice]]:
+    """The heads of the queries, and those of the keys and values they look at, of one run after another."""
+    return zip(cut(q.shape[1], number), cut(k.shape[1], number), strict=True)
+
+
+def _see_all(row: Row, k: Tensor, v: Tensor, shards: SequenceShards, comm: AxisComm) -> None:
+    """Take keys and values round, and let `row` see all of them."""
+    here, steps = Pair.pack(k, v), steps_of(row.spec, shards)
+    queries, scratch = shards.ranges(comm.index), Scratch(here)
+    for step in range(steps):
+        coming, work = here, None
+        if step + 1 < steps:
+            coming = scratch(f"keys {step % 2}")
+            work = comm.shift(here.flat, coming.flat, tag=_KEYS)
+        keys = shards.ranges((comm.index - step) % comm.size)
+        row.see(here.k, here.v, tiles_of(row.q, row.spec, queries, keys, shards.tokens))
+        _wait(work)
+        here = coming
 
 
 def _go_round(
-    gradients: Gradients, k: Tensor, v: Tensor, steps: int, shards: SequenceShards, comm: AxisComm
+    gradients: Gradients, k: Tensor, v: Tensor, shards: SequenceShards, comm: AxisComm
 ) -> tuple[Tensor, Tensor]:
     """The gradients of this rank's keys and values."""
     spec, q, queries = gradients.spec, gradients.q, shards.ranges(comm.index)
+    steps = steps_of(spec, shards)
     here, dtype = Pair.pack(k, v), exact(q)
     scratch, home = Scratch(here), Sums(k, v, dtype)
     message, incoming = here, None
@@ -137,12 +161,17 @@ def _wait(work: Work | None) -> None:
 
 
 def ring_attention(
-    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, shards: SequenceShards, comm: AxisComm
+    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, shards: SequenceShards, comm: AxisComm, threads: int = 1
 ) -> Tensor:
-    """Attention of `q` over the sequence cut over `comm` as `shards` says; see `AttentionMethod.attend`."""
+    """Attention of `q` over the sequence cut over `comm` as `shards` says; see `AttentionMethod.attend`.
+
+    `threads`: see `ContextGroups`.
+    """
     if comm.size == 1:
         return attention_alone(q, k, v, spec, shards)
-    return cast(Tensor, _Ring.apply(q, k, v, spec.sinks, spec, shards, comm))
+    nbytes = (k.numel() + v.numel()) * k.element_size()
+    number = count(nbytes, q.shape[0] * q.shape[1], k.shape[1], q.device.type, threads)
+    return cast(Tensor, _Ring.apply(q, k, v, spec.sinks, spec, shards, comm, number))
 
 
 class RingAttention(AttentionMethod):
@@ -151,4 +180,4 @@ class RingAttention(AttentionMethod):
     name = "ring"
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, shards: SequenceShards) -> Tensor:
-        return ring_attention(q, k, v, spec, shards, self.groups.cp)
+        return ring_attention(q, k, v, spec, shards, self.groups.cp, self.groups.threads)

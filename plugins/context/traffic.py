@@ -13,7 +13,8 @@ a bytes per element of sums (4, or 8 for fp64), n steps of the ring, KV = b (s/c
 | ulysses | all-to-all of b (s/c) (h d + g' (d + e)) w and of b (s/c) h e w | the same |
 | hybrid | ulysses over the inner group, ring over the outer with h/u and g'/u heads and u s/c tokens | |
 
-g' is g times the replication over the exchanging group.
+A ring sends its bytes in as many runs of heads as `runs.count` says, with so many times the calls. g' is g times the
+replication over the exchanging group.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from dataclasses import dataclass, replace
 from parallax.plugins.context.base import AttentionSpec, SequenceShards
 from parallax.plugins.context.exchange import replication
 from parallax.plugins.context.ring import steps_of
+from parallax.plugins.context.runs import count
 from parallax.strategies.comm import Traffic, wire_bytes
 
 METHODS = ("ring", "ulysses", "all_gather", "hybrid")
@@ -37,6 +39,7 @@ class AttentionShape:
     Attributes:
         batch, heads, kv_heads, dim, value_dim: as in `AttentionMethod.__call__`.
         element: bytes per element of q, k and v.
+        device, threads: see `runs.count`; they decide into how many messages a ring cuts its bytes.
     """
 
     batch: int
@@ -45,6 +48,8 @@ class AttentionShape:
     dim: int
     value_dim: int
     element: int = 4
+    device: str = "cpu"
+    threads: int = 1
 
     @property
     def sum_element(self) -> int:
@@ -90,8 +95,10 @@ def _ring(axis: str, shape: AttentionShape, spec: AttentionSpec, shards: Sequenc
     hops, keys = steps_of(spec, shards) - 1, _keys(shape, shards)
     if not hops:
         return {}
-    forward = Traffic(hops, hops * keys * shape.element)
-    backward = Traffic(2 * hops, hops * keys * (shape.element + shape.sum_element))
+    heads = shape.batch * shape.heads
+    runs = count(keys * shape.element, heads, shape.kv_heads, shape.device, shape.threads)
+    forward = Traffic(runs * hops, hops * keys * shape.element)
+    backward = Traffic(runs * 2 * hops, hops * keys * (shape.element + shape.sum_element))
     return {
         (axis, kind, phase): t
         for kind in ("send", "recv")

@@ -48,7 +48,7 @@ class HybridAttention(AttentionMethod):
         exchange, mine = self._exchanges[shards], q.shape[1] // inner.size
         q, k, v = to_heads(q, k, v, exchange)
         spec = spec.of_heads(inner.index * mine, (inner.index + 1) * mine)
-        out = ring_attention(q, k, v, spec, shards.grouped(inner.size), ring)
+        out = ring_attention(q, k, v, spec, shards.grouped(inner.size), ring, self.groups.threads)
         return to_sequence(out, exchange)
 
 
