@@ -8,8 +8,8 @@ communication. All of them take grouped keys and values as they are.
 A backward gets the output and log-sum-exp merged over all tiles of a row: the gradients of a tile are then its share of
 the whole row's (Liu et al. 2023, *Ring Attention*, section 3).
 
-Run here: the CPU kernel and `plain`. Written from the signatures of torch 2.13 and flash-attn 2 and 3 and **not run**,
-for want of a GPU: the others.
+Run here: the kernels for the CPU and `plain`. Written from the signatures of torch 2.13 and flash-attn 2 and 3 and
+**not run**, for want of a GPU: the others.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from parallax.plugins.context import diagonal
+from parallax.plugins.context.blocked import Blocked
 from parallax.plugins.context.plain import Plain
 from parallax.plugins.context.scores import Scoring
 
@@ -224,7 +225,7 @@ def _load(module: str) -> Any:
 
 
 KERNELS: tuple[Kernel, ...] = (
-    CpuFlash(), FlashPackage(3), FlashPackage(2), CudaFlash(), Cudnn(), Efficient(), PLAIN
+    Blocked(), CpuFlash(), FlashPackage(3), FlashPackage(2), CudaFlash(), Cudnn(), Efficient(), PLAIN
 )  # fmt: skip
 """In order of preference. torch's switches (`torch.nn.attention.sdpa_kernel`) take theirs out."""
 

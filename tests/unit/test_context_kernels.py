@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from parallax.plugins import registry
 from parallax.plugins.context import diagonal, kernels, local
 from parallax.plugins.context.base import AttentionMethod, AttentionSpec, ContextGroups, SequenceShards
+from parallax.plugins.context.blocked import Blocked
 from parallax.plugins.context.choose import Machine, choose
 from parallax.plugins.context.exchange import replication
 from parallax.plugins.context.methods import domain_of
@@ -55,6 +56,35 @@ def test_the_fused_kernel_and_the_plain_one_agree(kv_heads: int, dtype: torch.dt
         wanted = kernels.PLAIN.backward(grad, q, k, v, out, lse, how)
         for a, b in zip(got, wanted, strict=True):
             torch.testing.assert_close(a.double(), b.double(), rtol=limit, atol=10 * limit)
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "heads", "kv_heads", "dims", "causal"),
+    [(600, 600, 4, 2, (16, 24), True), (513, 1100, 2, 2, (32, 16), False), (1024, 1024, 1, 1, (64, 64), True)],
+)
+def test_the_kernel_in_blocks_and_the_plain_one_agree(
+    rows: int, columns: int, heads: int, kv_heads: int, dims: tuple[int, int], causal: bool
+) -> None:
+    """Ragged blocks, grouped keys, value dims of their own, and a log-sum-exp that other tiles have a share in."""
+    draw = torch.Generator().manual_seed(4)
+    q, k, v, grad = (
+        torch.randn(2, *size, generator=draw)
+        for size in (
+            (heads, rows, dims[0]), (kv_heads, columns, dims[0]), (kv_heads, columns, dims[1]), (heads, rows, dims[1])
+        )
+    )  # fmt: skip
+    how, exact = Scoring(0.2, causal=causal), [x.double() for x in (grad, q, k, v)]
+    found = Blocked().forward(q, k, v, how)
+    right = kernels.PLAIN.forward(*exact[1:], how)
+    for a, b in zip(found, right, strict=True):
+        assert a.dtype is torch.float32
+        torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
+    others = torch.rand(right[1].shape, generator=draw, dtype=torch.float64)
+    lse = (right[1].exp() + others).log()
+    got = Blocked().backward(grad, q, k, v, found[0], lse.float(), how)
+    wanted = kernels.PLAIN.backward(*exact, right[0], lse, how)
+    for a, b in zip(got, wanted, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize(
@@ -147,9 +177,7 @@ def test_tensors_that_are_not_a_shard_are_refused() -> None:
     (AttentionSpec(sinks=torch.zeros(3)), 4, 4, r"sinks of shape \(3,\) for 4 query heads"),
     (AttentionSpec(alibi_slopes=torch.zeros(4, requires_grad=True)), 4, 4, "ALiBi slopes that are trained"),
 ])  # fmt: skip
-def test_what_no_method_can_do_is_refused_by_all(
-    spec: AttentionSpec, heads: int, kv_heads: int, message: str
-) -> None:
+def test_what_no_method_can_do_is_refused_by_all(spec: AttentionSpec, heads: int, kv_heads: int, message: str) -> None:
     for method in _methods().values():
         with pytest.raises(ValueError, match=message):
             method.check(spec, heads, kv_heads, size=4, inner=2)
@@ -207,9 +235,7 @@ def test_a_domain_is_the_neighbours_on_one_host() -> None:
 
 def test_auto_says_why_nothing_fits() -> None:
     with pytest.raises(ValueError, match="no attention method can do this: .*ring: attention dropout"):
-        choose(
-            _methods(), AttentionShape(1, 4, 4, 8, 8), AttentionSpec(dropout_p=1.5), SequenceShards.of(64, 4)
-        )
+        choose(_methods(), AttentionShape(1, 4, 4, 8, 8), AttentionSpec(dropout_p=1.5), SequenceShards.of(64, 4))
 
 
 @pytest.mark.parametrize("mask", MASKS)
