@@ -8,8 +8,8 @@ process, nothing dropped. All sides run in the same processes, in turn, in round
 the ratio of that round, with its extremes. *CPU* ratios are of processor seconds of all ranks: on a busy machine they
 say more than the clock. *bytes* is what all ranks give to all-to-alls, over four times top-k x tokens x hidden.
 *kept* is what autograd keeps of a forward, mean over ranks, over Parallax's. Every step has tokens of its own, so that
-loads differ. "torch.mm" is Parallax without oneDNN's products, "eager" with transformers' own forward of the experts.
-Outputs and input gradients must agree.
+loads differ. "torch.mm" is Parallax without oneDNN's products, "eager" with transformers' own forward of the experts;
+"AutoEP" is the layer that DeepSpeed puts in the place of a Hugging Face block. Outputs and input gradients must agree.
 Megatron-core asks CUDA for its device and is answered "cpu"; nothing in it is changed.
 """
 

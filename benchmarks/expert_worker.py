@@ -105,12 +105,17 @@ class Expert(nn.Module):
         return F.linear(F.silu(gate) * up, self.down)
 
 
-def deepspeed(w: Weights) -> Side:
+def deepspeed_with_gloo() -> None:
     import deepspeed as ds
-    from deepspeed.moe.layer import MoE
 
     ds.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # built for minutes at the first use on a CPU
     ds.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
+
+
+def deepspeed(w: Weights) -> Side:
+    from deepspeed.moe.layer import MoE
+
+    deepspeed_with_gloo()
     rank, world, experts = dist.get_rank(), dist.get_world_size(), len(w.router)
     layer: Any = MoE(
         w.router.shape[1], expert=Expert(w.up[0], w.down[0]), num_experts=experts, ep_size=world, k=TOP_K,
@@ -122,6 +127,35 @@ def deepspeed(w: Weights) -> Side:
         at = rank * experts // world + i
         expert.up.data, expert.down.data = w.up[at].clone(), w.down[at].clone()
     return layer, lambda x: layer(x)[0]
+
+
+def autoep(w: Weights) -> Side:
+    """What DeepSpeed replaces the block of a Mixtral by, as its defaults are.
+
+    Put together here, since replacing the whole model's blocks fails (0.19.8 with transformers 5.24, a TypeError where
+    output recorders are moved); the layer is the one it puts in.
+    """
+    from deepspeed.module_inject.auto_ep import AutoEP
+    from deepspeed.module_inject.auto_ep_config import parse_autoep_config
+    from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    deepspeed_with_gloo()
+    rank, world, (experts, hidden) = dist.get_rank(), dist.get_world_size(), w.router.shape
+    config = MixtralConfig(
+        vocab_size=8, num_hidden_layers=1, hidden_size=hidden, intermediate_size=w.down.shape[2],
+        num_attention_heads=4, num_key_value_heads=4, num_local_experts=experts, num_experts_per_tok=TOP_K,
+    )  # fmt: skip
+    model: Any = MixtralForCausalLM(config)
+    block = model.model.layers[0].mlp
+    block.gate.weight.data = w.router.clone()
+    block.experts.gate_up_proj.data, block.experts.down_proj.data = w.up.clone(), w.down.clone()
+    asked = {"enabled": True, "autoep_size": world, "preset_model": "mixtral"}
+    finder = AutoEP(model, parse_autoep_config(asked))
+    (found,) = finder.ep_parser()
+    layer = AutoEPMoELayer(found, block, world, rank, finder.config)
+    layer.set_deepspeed_parallelism()
+    return layer, layer
 
 
 def megatron(w: Weights) -> Side:
@@ -201,6 +235,7 @@ def main() -> None:
         "parallax, torch.mm": lambda: without_onednn(parallax(weights, "grouped_mm")),
         "parallax, eager": lambda: parallax(weights, "eager"),
         "deepspeed": lambda: deepspeed(weights),
+        "deepspeed, AutoEP": lambda: autoep(weights),
         "megatron": lambda: megatron(weights),
     }
     gen = torch.Generator().manual_seed(7 + dist.get_rank())
