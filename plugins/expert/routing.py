@@ -129,9 +129,11 @@ def route(parts: Sequence[Tensor], num_experts: int, comm: AxisComm) -> list[Rou
     The counts travel as one message of E numbers for each part; reading the split sizes is the only wait for the
     device. Every rank has as many parts; any of them may be empty.
     """
-    flat = [choices.reshape(-1) for choices in parts]
-    counts = torch.stack([torch.bincount(each, minlength=num_experts)[:num_experts] for each in flat], dim=1)
-    sent = counts.view(comm.size, -1, len(parts))
+    flat = [choices.reshape(-1).long() for choices in parts]
+    counts = flat[0].new_zeros(len(parts), num_experts + 1)
+    for count, each in zip(counts, flat, strict=True):  # a bincount would wait for the largest index
+        count.scatter_add_(0, each.clamp(max=num_experts), torch.ones_like(each))
+    sent = counts[:, :num_experts].t().contiguous().view(comm.size, -1, len(parts))
     received = torch.empty_like(sent)
     comm.all_to_all_into(received, sent)
     sizes = torch.cat([sent.sum(1), received.sum(1), received.sum(0)]).t().tolist()  # [parts, 2 ranks + local experts]

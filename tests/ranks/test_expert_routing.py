@@ -14,6 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallax.plugins.expert.layers import become_experts
 from parallax.strategies.comm import AxisComm, Ledger, Traffic
@@ -103,6 +105,48 @@ def run(experts: Any, hidden: Tensor, choices: Tensor, weights: Tensor, ledger: 
     return out.detach(), *grads
 
 
+READS = {"tolist", "item", "cpu", "numpy", "to", "nonzero", *(f"__{n}__" for n in ("bool", "int", "float", "index"))}
+"""Methods of a tensor by which the host asks for its values; "to" is here for other devices."""
+
+
+class Reads(TorchFunctionMode):
+    """Notes the reads of values that the code itself asks for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in READS and (name != "to" or any(isinstance(a, (str, torch.device)) for a in args[1:])):
+            self.found.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+class HiddenReads(TorchDispatchMode):
+    """Notes operators whose result or its size, torch says, needs the values: on a GPU the host waits for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        by_mask = func is torch.ops.aten.index.Tensor and any(i is not None and i.dtype is torch.bool for i in args[1])
+        told = func is torch.ops.aten.repeat_interleave.Tensor and kwargs.get("output_size") is not None
+        needs = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags)
+        if by_mask or (needs and not told and func is not torch.ops.aten.index.Tensor):
+            self.found.append(str(func))
+        return func(*args, **kwargs)
+
+
+def reads_of(experts: Any, case: Case, rank: int) -> tuple[list[str], list[str]]:
+    """Reads of values in a forward and a backward: those asked for, and those hidden in operators."""
+    with Reads() as asked, HiddenReads() as hidden:
+        run(experts, case.hidden[rank], case.choices[rank], case.weights[rank], Ledger())
+    return asked.found, hidden.found
+
+
 def parallel(rank: int, world: int) -> dict[str, Any]:
     results = {}
     for name, case in all_cases():
@@ -115,7 +159,9 @@ def parallel(rank: int, world: int) -> dict[str, Any]:
         outcome = run(experts, case.hidden[rank], case.choices[rank], case.weights[rank], ledger)
         with torch.no_grad():
             evaluated = experts(case.hidden[rank], case.choices[rank], case.weights[rank])
-        results[name] = outcome, {n: p.grad for n, p in experts.named_parameters()}, evaluated, dict(ledger.counts)
+        grads = {n: p.grad.clone() for n, p in experts.named_parameters() if p.grad is not None}
+        experts._expert_outputs = lambda rows, plan: rows * 2  # the loop of these experts is not what is looked at
+        results[name] = outcome, grads, evaluated, dict(ledger.counts), reads_of(experts, case, rank)
     return results
 
 
@@ -132,7 +178,7 @@ def test_equals_a_loop_over_all_experts(name: str, ranks: Any) -> None:
     case, experts = CASES[name], whole_experts()
     for rank in range(RANKS):
         want = run(experts, case.hidden[rank], case.kept(rank), case.weights[rank], Ledger())
-        got, _, evaluated, _ = ranks[rank][name]
+        got, _, evaluated, *_ = ranks[rank][name]
         for mine, right in zip((*got, evaluated), (*want, want[0]), strict=True):
             torch.testing.assert_close(mine, right, rtol=1e-9, atol=1e-12)
     for param, whole in experts.named_parameters():
@@ -155,3 +201,16 @@ def test_bytes_are_those_of_the_rows_that_travel(name: str, ranks: Any) -> None:
         assert counts["ep", "all_to_all", "backward"] == Traffic(2 * case.chunks, rows)
     total = sum(t.bytes for r in ranks for (_, _, phase), t in r[name][3].items() if phase in ("forward", "backward"))
     assert total == 4 * sum(sent) * HIDDEN * FP64 + RANKS * case.chunks * EXPERTS * INT64
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_sizes_of_the_exchange_are_the_only_values_the_host_reads(name: str, ranks: Any) -> None:
+    assert all(rank[name][4] == (["tolist"], []) for rank in ranks)
+
+
+def test_reads_are_seen() -> None:
+    x = torch.tensor([1, 2])
+    with Reads() as asked, HiddenReads() as hidden:
+        _ = x.bincount(), x[x > 1], bool(x[0] > 0), torch.repeat_interleave(x, x, output_size=3), x[x - 1]
+    assert asked.found == ["__bool__"]
+    assert hidden.found == ["aten.bincount.default", "aten.index.Tensor", "aten._local_scalar_dense.default"]
