@@ -51,6 +51,7 @@ class ParallaxStrategy(StepStrategy):
             before is computed; all at once when None.
         expert_capacity_factor: choices an expert takes of one rank's micro-batch, over the mean; those beyond are
             dropped. None drops nothing.
+        expert_router_fp32: compute routers of experts in fp32 in half precision too, whatever the model's code does.
         cp_plan: entries of a batch that have tokens, and at which dim; None reads the model's, else the batch's shapes.
         pp_partition: which layers go to which pipeline stage: "cost" (the default: the dearest stage as cheap as can
             be, by estimated cost), "parameters", "uniform", costs by module name as `measure_layer_costs` gives them
@@ -87,6 +88,7 @@ class ParallaxStrategy(StepStrategy):
         expert_balance: str | None = None,
         expert_capacity_factor: float | None = None,
         expert_chunks: int | None = None,
+        expert_router_fp32: bool | None = None,
         cp_plan: Mapping[str, int] | None = None,
         pp_partition: Asked | None = None,
         zero3_prefetch: bool | None = None,
@@ -127,6 +129,7 @@ class ParallaxStrategy(StepStrategy):
                 "balance": expert_balance,
                 "capacity_factor": expert_capacity_factor,
                 "chunks": expert_chunks,
+                "router_fp32": expert_router_fp32,
             },
             "cp": {"plan": cp_plan},
             "data": {"prefetch": zero3_prefetch},

@@ -18,6 +18,11 @@ from parallax.plugins.tensor.swap import swap
 _SHARED = re.compile(r"shared_(experts?|mlp)")
 
 
+def is_shared(name: str) -> bool:
+    """Whether a child of a block, by its name, is its shared expert."""
+    return _SHARED.fullmatch(name) is not None
+
+
 class Beside:
     """The shared expert of one block.
 
@@ -83,7 +88,7 @@ def find_shared(block: nn.Module, experts: str) -> nn.Module | None:
     if experts not in names:
         return None
     for name, child in block.named_children():
-        if _SHARED.fullmatch(name) and name in names and names.index(name) > names.index(experts):
+        if is_shared(name) and name in names and names.index(name) > names.index(experts):
             return child
     return None
 

@@ -22,6 +22,7 @@ from parallax.plugins.expert.balance import attach
 from parallax.plugins.expert.beside import find_beside, find_shared
 from parallax.plugins.expert.layers import become_experts
 from parallax.plugins.expert.plans import HOW_TO, ExpertsTarget, find_experts, old_style
+from parallax.plugins.expert.router import find_router, in_fp32
 from parallax.plugins.expert.traffic import add_balance, add_traffic
 from parallax.strategies.comm import AxisComm
 from parallax.strategies.layout import Layout
@@ -43,6 +44,7 @@ class ExpertParallel(ParallelPlugin):
             weights first, go to no expert. None takes all: nothing is dropped.
         chunks: parts of a micro-batch's tokens that are dispatched one after the other, each while the one before is
             computed. 1 dispatches them all at once.
+        router_fp32: compute routers in fp32 also where the rest runs in half precision, whatever the model's code does.
     """
 
     name = "expert"
@@ -55,6 +57,7 @@ class ExpertParallel(ParallelPlugin):
         balance: str = "microbatch",
         capacity_factor: float | None = None,
         chunks: int = 1,
+        router_fp32: bool = False,
     ) -> None:
         if balance not in BALANCED_OVER:
             raise ValueError(f"expert_balance must be one of {', '.join(BALANCED_OVER)}; got {balance!r}")
@@ -62,7 +65,8 @@ class ExpertParallel(ParallelPlugin):
             raise ValueError(f"expert_capacity_factor must be above 0, or None to drop nothing; got {capacity_factor}")
         if type(chunks) is not int or chunks < 1:
             raise ValueError(f"expert_chunks must be a whole number, at least 1; got {chunks!r}")
-        self._capacity_factor, self._chunks = capacity_factor, chunks
+        self._capacity_factor, self._chunks, self._router_fp32 = capacity_factor, chunks, router_fp32
+        self._asked = "expert_capacity_factor" if capacity_factor is not None else "expert_router_fp32" * router_fp32
         self._plan, self._balanced_over = dict(plan or {}), BALANCED_OVER[balance]
         self._balanced: AxisComm | None = None
         self._detach: Callable[[], None] | None = None
@@ -78,8 +82,8 @@ class ExpertParallel(ParallelPlugin):
         """
         ep, etp = layout.expert_parallel_size, layout.experts_cut_over
         targets = self._targets(model, layout)
-        if self._capacity_factor is not None and not targets:
-            raise ValueError(f"expert_capacity_factor is set, but the model has no plan for its experts; {HOW_TO}")
+        if self._asked and not targets:
+            raise ValueError(f"{self._asked} is set, but the model has no plan for its experts; {HOW_TO}")
         if self._chunks > 1 and ep == 1:
             raise ValueError(
                 f"expert_chunks={self._chunks}, but expert_parallel_size is 1, so that no token travels; leave it out"
@@ -89,6 +93,8 @@ class ExpertParallel(ParallelPlugin):
             why = f"; {old!r} is a list of modules: keep the experts' weights in one tensor each" if old else ""
             raise ValueError(f"expert_parallel_size={ep}, but the model has no plan for its experts{why}; {HOW_TO}")
         for target in targets:
+            if self._router_fp32:
+                _router(model, target)
             if target.num_experts % ep or (ep > 1 and not target.grouped):
                 valid = [str(n) for n in range(1, target.num_experts + 1) if target.num_experts % n == 0]
                 raise ValueError(
@@ -103,6 +109,8 @@ class ExpertParallel(ParallelPlugin):
         ep, etp, shares = mesh["ep"], mesh["etp"], mesh["tp_shares"]
         targets = self._targets(model, layout)
         for target in targets:
+            if self._router_fp32:
+                in_fp32(_router(model, target))
             for name, shard in _cuts(target, (ep.size, ep.index), (etp.size, etp.index)).items():
                 if shard.dim is not None:
                     param = target.module.get_parameter(name)
@@ -137,7 +145,7 @@ class ExpertParallel(ParallelPlugin):
     def _targets(self, model: nn.Module, layout: Layout) -> list[ExpertsTarget]:
         """Experts modules that something is done to."""
         touched = max(layout.expert_parallel_size, layout.tensor_parallel_size) > 1
-        return find_experts(model, self._plan) if touched or self._capacity_factor is not None else []
+        return find_experts(model, self._plan) if touched or self._asked else []
 
     def finish(self, model: nn.Module) -> None:
         assert self._balanced is not None
@@ -161,6 +169,16 @@ class ExpertParallel(ParallelPlugin):
 
     def describe(self) -> dict[str, str]:
         return dict(self._report)
+
+
+def _router(model: nn.Module, target: ExpertsTarget) -> nn.Module:
+    found = find_router(*_place(model, target), target.num_experts)
+    if found is None:
+        raise ValueError(
+            f"expert_router_fp32 is set, but beside {target.fqn} there is not one module with a matrix of "
+            f"{target.num_experts} rows, a router; leave it out"
+        )
+    return found
 
 
 def _place(model: nn.Module, target: ExpertsTarget) -> tuple[nn.Module, str]:

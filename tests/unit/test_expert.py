@@ -7,15 +7,17 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from parallax.plugins.expert import ExpertParallel
 from parallax.plugins.expert.plans import find_experts
 from parallax.plugins.expert.plugin import _cuts
+from parallax.plugins.expert.router import find_router, in_fp32
 from parallax.plugins.expert.routing import within_capacity
 from parallax.strategies.assemble import make_plugins
 from parallax.strategies.layout import Layout
 from tests.parity.models import Plain
-from tests.parity.moe_models import PlainMoe, mixtral, qwen3_moe
+from tests.parity.moe_models import PlainMoe, deepseek_v3, gpt_oss, mixtral, olmoe, qwen3_moe
 
 
 def check(layout: str, model: nn.Module, world: int = 48, **options: Any) -> None:
@@ -73,6 +75,53 @@ def test_options(options: dict[str, Any], message: str) -> None:
 def test_capacity_without_experts() -> None:
     with pytest.raises(ValueError, match="expert_capacity_factor is set, but the model has no plan"):
         check("dp2", Plain(), world=2, capacity_factor=1.0)
+
+
+@pytest.mark.parametrize("make", [mixtral, qwen3_moe, deepseek_v3, gpt_oss, olmoe])
+@pytest.mark.parametrize("mixed", [True, False])
+def test_a_router_in_fp32(make: Any, mixed: bool) -> None:
+    """Its scores and the gradient of its weights are those of fp32 products, in bf16 and under autocast."""
+    torch.manual_seed(2)
+    model = make().to(torch.float32 if mixed else torch.bfloat16)
+    block = model.model.layers[-1].mlp
+    router = find_router(block, "experts", block.experts.num_experts)
+    nn.init.normal_(router.weight)
+    x = torch.randn(7, 32).bfloat16()
+    want = x.double() @ router.weight.detach().double().t()
+    want += getattr(router, "bias", torch.zeros(())).detach().double()
+    in_fp32(router)
+    scores = _scores_of(router, x, mixed)
+    assert scores.dtype is torch.float32
+    torch.testing.assert_close(scores.double(), want, rtol=1e-5, atol=1e-5)
+    (grad,) = torch.autograd.grad(scores.sum(), router.weight)
+    torch.testing.assert_close(grad, x.float().sum(0).expand_as(grad).to(grad.dtype))
+
+
+def _scores_of(router: Any, x: Any, mixed: bool) -> Any:
+    """What a linear product in it returned."""
+    found = []
+
+    class Seen(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            found.extend([out] if func is nn.functional.linear else [])
+            return out
+
+    with torch.autocast("cpu", torch.bfloat16, enabled=mixed), Seen():
+        router(x)
+    (scores,) = found
+    return scores
+
+
+def test_no_router_beside_the_experts() -> None:
+    model = PlainMoe()
+    check("dp2", model, world=2, router_fp32=True)
+    layer: Any = model.layers[1]
+    layer.router = nn.Identity()
+    with pytest.raises(ValueError, match=r"beside layers\.1\.experts there is not one module with a matrix of 4 rows"):
+        check("dp2", model, world=2, router_fp32=True)
+    with pytest.raises(ValueError, match="expert_router_fp32 is set, but the model has no plan"):
+        check("dp2", Plain(), world=2, router_fp32=True)
 
 
 def test_options_that_nothing_reads() -> None:
