@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -57,6 +58,7 @@ def parallax(w: Weights, implementation: str) -> Side:
     from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
     from parallax.plugins.expert.layers import become_experts
+    from parallax.strategies.accumulation import Accumulation
     from parallax.strategies.comm import AxisComm, Ledger
 
     experts, hidden = w.router.shape
@@ -76,12 +78,13 @@ def parallax(w: Weights, implementation: str) -> Side:
         out = block(x)
         return out[0] if isinstance(out, tuple) else out
 
+    block.accumulation = Accumulation(block.parameters())
     return block, call
 
 
 def without_onednn(side: Side) -> Side:
     """The same with `torch.mm` for every product, as the others have it."""
-    from parallax.plugins.expert import products
+    from parallax.strategies import products
 
     layer, call = side
     usual = products._has_onednn
@@ -200,10 +203,15 @@ class _Nothing:
     def __exit__(self, *args: Any) -> None: ...
 
 
-def step(call: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+def step(side: Side, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of weights add up; Parallax makes them where they are added, as under its data engine."""
+    layer, call = side
     x = x.detach().requires_grad_()
     out = call(x)
-    (out * out.detach().cos()).sum().backward()
+    loss = (out * out.detach().cos()).sum()
+    accumulation: Any = getattr(layer, "accumulation", None)
+    with accumulation.during(loss) if accumulation is not None else nullcontext():
+        loss.backward()
     assert x.grad is not None
     return out.detach(), x.grad
 
@@ -243,20 +251,19 @@ def main() -> None:
     x = inputs[0]
     sides, result = {}, {}
     for name, build in make.items():
-        layer, call = build()
-        sides[name] = call
-        out, grad = step(call, x)
+        sides[name] = layer, call = build()
+        out, grad = step(sides[name], x)
         counted.bytes = 0
-        step(call, x)
+        step(sides[name], x)
         result[name] = {"bytes": counted.bytes, "check": [float(out.double().square().sum()),
                         float(grad.double().square().sum())], "seconds": [], "cpu": [],
                         "kept": kept(call, x, layer)}  # fmt: skip
     for at in range(rounds):
-        for name, call in sides.items():
+        for name, side in sides.items():
             dist.barrier()
             wall, cpu = time.perf_counter(), time.process_time()
             for x in inputs[at * steps : (at + 1) * steps]:
-                step(call, x)
+                step(side, x)
             dist.barrier()
             result[name]["seconds"].append((time.perf_counter() - wall) / steps)
             result[name]["cpu"].append((time.process_time() - cpu) / steps)

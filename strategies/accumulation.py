@@ -91,6 +91,17 @@ class Accumulation:
         task = self._backward
         return task >= 0 and task == torch._C._current_graph_task_id() and not torch.is_grad_enabled()
 
+    def begun(self, param: Tensor) -> Tensor | None:
+        """The gradient of `param`, where it may be added to in place now; whoever does calls `added` afterwards."""
+        grad = param.grad
+        usual = grad is not None and grad.dtype is param.dtype and not grad.is_sparse
+        return grad if usual and self.is_open else None
+
+    def added(self, param: Tensor) -> None:
+        """The gradient of `param` has been added to."""
+        if self._touch is not None:
+            self._touch(param)
+
     def add_product(self, param: Tensor, left: Tensor, right: Tensor) -> None:
         """Add `left` [n, t] times `right` [t, k] to the gradient of `param` [n, k], rounded as autograd would.
 
@@ -99,7 +110,7 @@ class Accumulation:
         grad = param.grad
         if grad is not None and grad.dtype is left.dtype and not grad.is_sparse:
             add_product(grad, left, right)
-            self._touched(param)
+            self.added(param)
         else:
             self.add(param, product(left, right))
 
@@ -112,18 +123,14 @@ class Accumulation:
             param.grad = gradient.to(param.dtype).add_(grad)
         else:
             grad.add_(gradient)
-        self._touched(param)
+        self.added(param)
 
     def add_rows(self, param: Tensor, ids: Tensor, rows: Tensor) -> None:
         """Add each of `rows` [t, k] to row `ids` [t] of the gradient of `param` [n, k]."""
         if param.grad is None:
             param.grad = torch.zeros_like(param)
         param.grad.index_put_((ids,), rows, accumulate=True)
-        self._touched(param)
-
-    def _touched(self, param: Tensor) -> None:
-        if self._touch is not None:
-            self._touch(param)
+        self.added(param)
 
 
 def accumulation_of(param: Tensor) -> Accumulation | None:

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 SMALLEST = 1 << 20
 """Multiplications of the smallest product: below, the call costs more than it gains."""
-SMALLEST_BLOCK = 128
+SMALLEST_BLOCK = 32
 """Rows of the smallest block, likewise."""
 
 
@@ -80,16 +80,16 @@ def multiply(rows: Tensor, matrix: Tensor, out: Tensor) -> None:
     torch.mm(rows[done:], matrix, out=out[done:])
 
 
-def outer(left: Tensor, right: Tensor, out: Tensor) -> None:
-    """`out` [k, m] becomes the transpose of `left` [n, k] times `right` [n, m], a sum over n rows; n as above."""
+def outer(left: Tensor, right: Tensor, out: Tensor, add: bool = False) -> None:
+    """`out` [k, m] becomes, or with `add` grows by, the transpose of `left` [n, k] times `right` [n, m]; n as above."""
     done = 0
     for block in _blocks(left):
         part = _onednn(left[block].t(), right[block].t())
-        out.add_(part) if done else out.copy_(part)
-        done = block.stop
+        out.add_(part) if add else out.copy_(part)
+        done, add = block.stop, True
     if done < len(left):
-        torch.addmm(out, left[done:].t(), right[done:], beta=float(done > 0), out=out)
-    elif not done:
+        torch.addmm(out, left[done:].t(), right[done:], beta=float(add), out=out)
+    elif not add:
         out.zero_()
 
 

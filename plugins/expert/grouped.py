@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import Function, once_differentiable
 
+from parallax.strategies.accumulation import accumulation_of
 from parallax.strategies.products import multiply, outer
 
 _PARAMETERS = {f"{name}_proj{bias}" for name in ("gate_up", "up", "down") for bias in ("", "_bias")}
@@ -68,6 +69,7 @@ class _Grouped(Function):
                 y += second_bias[e]
         ctx.save_for_backward(rows, inner, first, second, first_bias, second_bias)
         ctx.gate, ctx.transposed, ctx.counts = gate, transposed, counts
+        ctx.weights = first, second  # what is saved may come back as a copy
         return out
 
     @staticmethod
@@ -76,9 +78,10 @@ class _Grouped(Function):
         rows, inner, *parameters = ctx.saved_tensors
         wanted = ctx.needs_input_grad
         of_rows = torch.empty_like(rows) if wanted[0] else None
-        of_first, of_second, of_first_bias, of_second_bias = (
+        of_first, of_second = (_OfWeight(p) if want else None for p, want in zip(ctx.weights, wanted[1:3], strict=True))
+        of_first_bias, of_second_bias = (
             torch.empty_like(p) if want and p is not None else None
-            for p, want in zip(parameters, wanted[1:5], strict=True)
+            for p, want in zip(parameters[2:], wanted[3:5], strict=True)
         )
         into, after = (p if ctx.transposed else p.mT for p in parameters[:2])
         parts = zip(rows.split(ctx.counts), inner.split(ctx.counts), grad.split(ctx.counts), strict=True)
@@ -91,9 +94,9 @@ class _Grouped(Function):
             multiply(of_y, after[e].t(), of_activated)
             (of_u,) = torch.autograd.grad(activated, u, of_activated)
             if of_second is not None:
-                _of_weight(activated.detach(), of_y, of_second[e], ctx.transposed)
+                of_second.put(e, activated.detach(), of_y, ctx.transposed)
             if of_first is not None:
-                _of_weight(x, of_u, of_first[e], ctx.transposed)
+                of_first.put(e, x, of_u, ctx.transposed)
             if of_second_bias is not None:
                 torch.sum(of_y, 0, out=of_second_bias[e])
             if of_first_bias is not None:
@@ -101,9 +104,26 @@ class _Grouped(Function):
             if of_rows is not None:
                 multiply(of_u, into[e].t(), of_rows[start : start + len(x)])
             start += len(x)
-        return of_rows, of_first, of_second, of_first_bias, of_second_bias, None, None, None
+        of_weights = [None if of is None else of.rest() for of in (of_first, of_second)]
+        return of_rows, *of_weights, of_first_bias, of_second_bias, None, None, None
 
 
-def _of_weight(x: Tensor, grad: Tensor, out: Tensor, transposed: bool) -> None:
-    """`out` becomes the gradient of a weight [in, out] when `transposed`, of one [out, in] otherwise."""
-    outer(x, grad, out) if transposed else outer(grad, x, out)
+class _OfWeight:
+    """The gradient of a weight [experts, ...], added to the one there is where the data engine lets it be."""
+
+    def __init__(self, weight: Tensor) -> None:
+        into = accumulation_of(weight)
+        begun = into.begun(weight) if into is not None else None
+        self._weight, self._into = weight, into if begun is not None else None
+        self._grad = torch.empty_like(weight) if begun is None else begun
+
+    def put(self, expert: int, x: Tensor, grad: Tensor, transposed: bool) -> None:
+        """That of one expert, whose weight is [in, out] when `transposed`, [out, in] otherwise."""
+        outer(*((x, grad) if transposed else (grad, x)), self._grad[expert], add=self._into is not None)
+
+    def rest(self) -> Tensor | None:
+        """What is left to autograd."""
+        if self._into is None:
+            return self._grad
+        self._into.added(self._weight)
+        return None

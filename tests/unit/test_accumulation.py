@@ -76,13 +76,13 @@ def model() -> Iterator[Model]:
 def added(monkeypatch: Any) -> list[nn.Parameter]:
     """Filled with the parameters whose gradients are added."""
     seen: list[nn.Parameter] = []
-    plain = Accumulation._touched
+    plain = Accumulation.added
 
     def touched(self: Accumulation, param: Any) -> None:
         seen.append(param)
         plain(self, param)
 
-    monkeypatch.setattr(Accumulation, "_touched", touched)
+    monkeypatch.setattr(Accumulation, "added", touched)
     return seen
 
 

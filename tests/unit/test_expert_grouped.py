@@ -13,6 +13,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 
 from parallax.plugins.expert.grouped import grouped, takes
+from parallax.strategies.accumulation import Accumulation
 
 HIDDEN, WIDTH, EXPERTS = 6, 5, 4
 
@@ -40,7 +41,7 @@ def run(forward: Any, module: Any, rows: Tensor) -> list[Tensor]:
     out = forward(rows)
     (out * out.detach().cos()).sum().backward()
     found = [rows.grad, *(p.grad for p in module.parameters())]
-    return [out.detach(), *(g for g in found if g is not None)]
+    return [out.detach(), *(g.clone() for g in found if g is not None)]
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "transposed, biases", "no gate"])
@@ -65,6 +66,24 @@ def test_no_rows_give_zero_gradients() -> None:
     out, of_rows, *of_weights = run(lambda x: grouped(module, x, [0] * EXPERTS), module, rows)
     assert out.shape == of_rows.shape == (0, HIDDEN)
     assert len(of_weights) == 4 and not any(g.any() for g in of_weights)
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "transposed, biases"])
+def test_gradients_are_added_to_those_there_are(kind: str) -> None:
+    """In a backward of the data engine: two of them give twice the gradient of one, in the same memory."""
+    module, rows, touched = experts(kind), torch.randn(6, HIDDEN, dtype=torch.float64), list[Tensor]()
+    want = run(lambda x: grouped(module, x, [3, 0, 2, 1]), module, rows)
+    memory = [p.grad for p in module.parameters()]
+    into = Accumulation(module.parameters(), touched.append)
+    for param in module.parameters():
+        param.register_post_accumulate_grad_hook(lambda p: None)  # the engine's, which `touched` stands for
+    loss = (grouped(module, rows, [3, 0, 2, 1]) * want[0].cos()).sum()
+    with into.during(loss):
+        loss.backward()
+    assert [id(p) for p in touched] == [id(module.gate_up_proj), id(module.down_proj)]
+    for param, grad, one in zip(module.parameters(), memory, want[2:], strict=True):
+        assert param.grad is grad
+        torch.testing.assert_close(param.grad, 2 * one)
 
 
 def test_frozen_weights_and_other_forms() -> None:
