@@ -11,9 +11,14 @@ from contextlib import contextmanager
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import nn
 from torch.optim import LBFGS, Optimizer
 
+from parallax.strategies.layout import Layout
 from parallax.strategies.mesh import Mesh
+
+PART = "_parallax_part_of"
+"""The attribute of a module that is one rank's part: of which layout."""
 
 
 def check(module: LightningModule, *, training: bool) -> None:
@@ -34,6 +39,43 @@ def check(module: LightningModule, *, training: bool) -> None:
             f"{type(module).__name__}.backward is overridden, but Parallax runs backward inside the pipeline schedule; "
             f"remove it and put what it changes into the loss"
         )
+
+
+def check_whole(module: LightningModule) -> None:
+    """Refuse a module that another strategy has made its rank's part: what is cut twice is no model any more.
+
+    Raises:
+        ValueError: with the change that fixes it.
+    """
+    layout: Layout | None = vars(module).get(PART)
+    if layout is None or any(p.is_meta for p in module.parameters()):  # built anew by `configure_model`
+        return
+    name = type(module).__name__
+    fix = f"a new {name}, with the weights of a checkpoint (ckpt_path=...)"
+    if not _is_cut(layout):
+        fix = f"the {name} after trainer.strategy.close() of the first"
+    raise ValueError(
+        f"this {name} is the part of one rank of {str(layout)!r} since another Trainer ran it; call fit, validate, "
+        f"test and predict of one Trainer, or give the second {fix}"
+    )
+
+
+def mark_part(module: LightningModule, layout: Layout) -> None:
+    """`module` is one rank's part of `layout` from now on."""
+    if _is_cut(layout) or layout.shards_weights:
+        vars(module)[PART] = layout
+
+
+def mark_whole(module: nn.Module) -> None:
+    """What can be taken back of `mark_part` has been: only a module that is cut stays a part."""
+    layout: Layout | None = vars(module).get(PART)
+    if layout is not None and not _is_cut(layout):
+        del vars(module)[PART]
+
+
+def _is_cut(layout: Layout) -> bool:
+    """Whether a rank's parameters are others than the model's, for good."""
+    return max(layout.pipeline_parallel_size, layout.tensor_parallel_size, layout.expert_parallel_size) > 1
 
 
 @contextmanager

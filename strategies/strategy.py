@@ -205,6 +205,8 @@ class ParallaxStrategy(StepStrategy):
             self._engine, self._plugins = None, self.new_plugins(self.mesh.layout)
         with self._together("the checks of the model", always=True):
             refusals.check(self.lightning_module, training=training)
+            if fresh:
+                refusals.check_whole(self.lightning_module)
             if training:
                 resumes = trainer.ckpt_path is not None
                 callbacks.check(trainer.callbacks, self.lightning_module, layout=self.mesh.layout, resumes=resumes)
@@ -222,6 +224,7 @@ class ParallaxStrategy(StepStrategy):
                 together=lambda what: self._together(what, always=True),
             )
             self._recording = None
+            refusals.mark_part(self.lightning_module, self.mesh.layout)
             if training:
                 callbacks.copy_again(trainer.callbacks, self.lightning_module)
         if (training or fresh) and self._engine is not None:
@@ -315,6 +318,7 @@ class ParallaxStrategy(StepStrategy):
             self._engine.teardown()
             for plugin in self._plugins:
                 plugin.restore(self._engine.module)
+            refusals.mark_whole(self._engine.module)
         self._leave()
 
     def _leave(self) -> None:

@@ -212,7 +212,7 @@ class ForeignBefore(Foreign):
                 f"{self.fqn!r} is registered before the layers, so it was put on the first pipeline stage, but the "
                 f"model uses it after them. Name it after the layers in pp_plan, for example pp_plan = "
                 f"{{..., 'layers': ..., {self.fqn!r}: ...}}; if it is used on both sides, make two modules of it or "
-                f"use pipeline_parallel_size=1"
+                f"use pipeline_parallel_size=1; if the step calls the model twice, call it once, on both inputs joined"
             )
         value = self.value(*args, **kwargs)
         if self.state.checking:

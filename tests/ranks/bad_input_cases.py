@@ -12,6 +12,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, nn
@@ -140,6 +141,13 @@ class NoLoss(Lit):
         plain_loss(self.model, batch)
 
 
+class Twice(Lit):
+    """Calls the whole model a second time, as contrastive losses do."""
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        return plain_loss(self.model, batch) + plain_loss(self.model, batch)
+
+
 class LossLater(Lit):
     """Forgets it at the second batch only."""
 
@@ -207,6 +215,20 @@ class NormEarly(Plain):
         for layer in self.layers:
             x = layer(x)
         return self.head(x)
+
+
+def used(layout: str, *, closed: bool = True) -> Lit:
+    """A module that another Trainer ran before, on the same ranks."""
+    module, world = Lit(), dist.get_world_size()
+    strategy = ParallaxStrategy(layout, cluster_environment=Given(dist.get_rank(), world), timeout=WAIT)
+    trainer = Trainer(
+        strategy=strategy, accelerator="cpu", devices=world, fast_dev_run=True, enable_model_summary=False,
+        enable_progress_bar=False,
+    )  # fmt: skip
+    trainer.fit(module, batches())
+    if closed:
+        strategy.close()
+    return module
 
 
 class Stream(IterableDataset[Any]):
@@ -291,6 +313,9 @@ CASES: Mapping[str, Case] = {
     "no_plan_pp": Case("pp2", module=NoPlan),
     "wrong_plan": Case("pp2", strategy={"pp_plan": {"model.embedding": None, "model.layers": None}}),
     "different_models": Case(module=Different),
+    "used": Case("pp2", module=lambda: used("pp2")),
+    "used_sharded": Case("zero3", module=lambda: used("zero3", closed=False)),
+    "used_and_closed": Case("zero3", module=lambda: used("zero3")),
     # optimisation
     "manual": Case(module=Manual),
     "no_optimizer": Case(module=NoOptimizer),
@@ -312,6 +337,7 @@ CASES: Mapping[str, Case] = {
     "no_loss_1f1b": Case("pp2 mb4", module=NoLoss),
     "no_loss_gpipe": Case("pp2 tp2 mb4 gpipe", module=NoLoss),
     "later": Case("pp2", module=LossLater),
+    "twice": Case("pp2 mb4", module=Twice),
     "norm_late": Case("pp2", module=lambda: Lit(NormLate())),
     "norm_early": Case("pp2", module=lambda: Lit(NormEarly())),
     "crash": Case("pp2 mb4", module=Crash),

@@ -15,15 +15,15 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import (
     BasePredictionWriter,
     EarlyStopping,
+    EMAWeightAveraging,
     LearningRateMonitor,
     ModelCheckpoint,
     StochasticWeightAveraging,
-    WeightAveraging,
+    TQDMProgressBar,
 )
 from lightning.pytorch.loggers import Logger
 from torch import Tensor
 from torch.nn import functional as F
-from torch.optim.swa_utils import get_ema_avg_fn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from torchmetrics import MaxMetric, MeanMetric, MetricCollection, SumMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix, MulticlassF1Score
@@ -246,6 +246,8 @@ def result(trainer: Trainer, watch: Watch, memory: Memory, **more: Any) -> dict[
 
 # Scenarios
 
+LOOPS = ("train", "validation", "test", "predict")
+
 
 def fit_and_evaluate(make: MakeTrainer, batch: int, folder: str) -> Any:
     """Sanity check, validation inside the epoch, checkpoints by a monitored value; then validate, test, predict."""
@@ -279,6 +281,42 @@ def limits(make: MakeTrainer, batch: int, folder: str) -> Any:
     return result(trainer, watch, memory)
 
 
+def parts_of_an_epoch(make: MakeTrainer, batch: int, folder: str) -> Any:
+    """A limit on every loop's batches: shares of them in training and validation, numbers and shares of each loader."""
+    trainer, watch, memory = watched(
+        make, max_epochs=2, limit_train_batches=0.7, limit_val_batches=0.4, limit_test_batches=1,
+        limit_predict_batches=0.67, num_sanity_val_steps=0,
+    )  # fmt: skip
+    module = User()
+    trainer.fit(module, val_dataloaders=loader(batch))
+    out = result(trainer, watch, memory, validate=trainer.validate(module, loader(batch), verbose=False))
+    out["test"] = trainer.test(module, [loader(batch), loader(batch, 10)], verbose=False)
+    predicted: Any = trainer.predict(module, loader(batch))
+    ends = [sum(hook.startswith(f"on_{loop}_batch_end") for hook in watch.hooks) for loop in LOOPS]
+    assert ends == [2 * 2, 2 * 1 + 1, 2 * 1, 2], watch.hooks
+    out["predicted"] = [(together(trainer, part["logits"]), together(trainer, part["row"])) for part in predicted]
+    return out
+
+
+def fast_dev_run(make: MakeTrainer, batch: int, folder: str) -> Any:
+    """One batch of every loop, whatever the limits say, and no logger, seen in a progress bar; then two of them."""
+    bar = TQDMProgressBar()
+    once, watch, memory = watched(
+        make, fast_dev_run=True, limit_train_batches=3, max_epochs=4, callbacks=[bar], enable_progress_bar=True
+    )
+    module = User()
+    once.fit(module, val_dataloaders=loader(batch))
+    assert bar.is_enabled == once.is_global_zero
+    assert (bar.train_progress_bar.total, bar.train_progress_bar.n) == (1, int(once.is_global_zero))
+    first = result(once, watch, memory, bar=_floats(bar.get_metrics(once, module)))
+    first["test"] = once.test(module, loader(batch), verbose=False)
+    twice, watch, memory = watched(make, fast_dev_run=2)
+    module = User()
+    twice.fit(module, val_dataloaders=loader(batch))
+    predicted: Any = twice.predict(module, loader(batch))
+    return first, result(twice, watch, memory), [together(twice, part["row"]) for part in predicted]
+
+
 def overfit(make: MakeTrainer, batch: int, folder: str) -> Any:
     """The same two batches every epoch, in training and validation; stops as the loss does not get better."""
     stop = EarlyStopping("val_loss", patience=1)
@@ -287,19 +325,14 @@ def overfit(make: MakeTrainer, batch: int, folder: str) -> Any:
     return result(trainer, watch, memory, stopped=stop.stopped_epoch)
 
 
-class Ema(WeightAveraging):
+def averaging() -> Callback:
     """Averages from the second step on."""
-
-    def __init__(self) -> None:
-        super().__init__(avg_fn=get_ema_avg_fn(0.7))
-
-    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
-        return step_idx is not None and step_idx >= 1
+    return EMAWeightAveraging(decay=0.7, update_starting_at_step=1)
 
 
 def ema(make: MakeTrainer, batch: int, folder: str) -> Any:
     """Validation sees the averaged weights, training the others; the average is what is left at the end."""
-    trainer, watch, memory = watched(make, max_epochs=2, callbacks=[Ema()])
+    trainer, watch, memory = watched(make, max_epochs=2, callbacks=[averaging()])
     module = User()
     trainer.fit(module, val_dataloaders=loader(batch))
     return result(trainer, watch, memory, after=trainer.validate(module, loader(batch), verbose=False))
@@ -307,8 +340,8 @@ def ema(make: MakeTrainer, batch: int, folder: str) -> Any:
 
 def swa(make: MakeTrainer, batch: int, folder: str) -> Any:
     """Weights at the starts of the last epochs, averaged; the learning rate anneals to the one given."""
-    averaging = StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1, annealing_epochs=2)
-    trainer, watch, memory = watched(make, max_epochs=3, callbacks=[averaging, LearningRateMonitor()])
+    stochastic = StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1, annealing_epochs=2)
+    trainer, watch, memory = watched(make, max_epochs=3, callbacks=[stochastic, LearningRateMonitor()])
     module = User()
     trainer.fit(module, val_dataloaders=loader(batch))
     return result(trainer, watch, memory, after=trainer.validate(module, loader(batch), verbose=False))
@@ -344,7 +377,7 @@ def resume(make: MakeTrainer, batch: int, folder: str, *, averaged: bool = False
     runs = []
     for path in (None, f"{folder}/step=4.ckpt"):
         saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=2, save_top_k=-1)
-        more = [Ema()] if averaged else []
+        more = [averaging()] if averaged else []
         trainer, watch, memory = watched(make, max_epochs=3, callbacks=[saver, *more], enable_checkpointing=True)
         module = Resumable()
         trainer.fit(module, val_dataloaders=loader(batch), ckpt_path=path, weights_only=False)
@@ -392,7 +425,10 @@ def resume_averaged(make: MakeTrainer, batch: int, folder: str) -> Any:
 
 SCENARIOS = {
     f.__name__: f
-    for f in (fit_and_evaluate, predict_uneven, limits, overfit, resume, ema, swa, resume_averaged)
+    for f in (
+        fit_and_evaluate, predict_uneven, limits, parts_of_an_epoch, fast_dev_run, overfit, resume, ema, swa,
+        resume_averaged,
+    )  # fmt: skip
 }
 AVERAGING = ("ema", "swa", "resume_averaged")
 """Refused under ZeRO-3, see unit/test_callbacks.py."""
