@@ -128,14 +128,15 @@ def _following(base: Any, sequence: CutSequence) -> Callable[..., Any]:
     def followed(*args: Any, **kwargs: Any) -> Any:
         given = dict(signature.bind(*args, **kwargs).arguments)
         given |= given.pop(rest, {})
-        _refuse_arguments(given, sequence)
-        sequence.documents = _documents(given, sequence)
-        if given.get("position_ids") is None and (rest or "position_ids" in signature.parameters):
-            given["position_ids"] = position_ids(base, given, sequence)
-        if hasattr(base, "build_alibi_tensor"):
-            given["attention_mask"] = _mask_of_alibi(given, sequence)
-        elif getattr(base, "use_alibi", False) and given.get("attention_mask") is not None:
-            require_one_run(sequence.whole(given["attention_mask"], 1))
+        with sequence.handling():
+            _refuse_arguments(given, sequence)
+            sequence.documents = _documents(given, sequence)
+            if given.get("position_ids") is None and (rest or "position_ids" in signature.parameters):
+                given["position_ids"] = position_ids(base, given, sequence)
+            if hasattr(base, "build_alibi_tensor"):
+                given["attention_mask"] = _mask_of_alibi(given, sequence)
+            elif getattr(base, "use_alibi", False) and given.get("attention_mask") is not None:
+                require_one_run(sequence.whole(given["attention_mask"], 1))
         if "use_cache" in signature.parameters:
             given["use_cache"] = False  # keys and values of other ranks' tokens would be missing in it
         with paused(sequence):

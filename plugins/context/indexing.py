@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from parallax.plugins.context import sizes
 from parallax.plugins.context.sequence import CutSequence
 from parallax.plugins.context.tracked import as_target
 from parallax.strategies.batch import IGNORE_INDEX
@@ -20,12 +21,23 @@ _ALL = slice(None)
 
 
 def arange(sequence: CutSequence, func: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """`arange` over as many numbers as there are tokens here: their positions in the whole sequence."""
+    """`arange` over as many numbers as there are tokens here: their positions in the whole sequence.
+
+    Raises:
+        ValueError: it may as well count something of the model; see `sizes.check`.
+    """
+    return numbered(sequence, func, *args, checked=True, **kwargs)
+
+
+def numbered(sequence: CutSequence, func: Any, *args: Any, checked: bool = False, **kwargs: Any) -> Tensor:
+    """The same for code that counts nothing but tokens."""
     start, end, step = {1: (0, *args, 1), 2: (*args, 1), 3: args}.get(len(args), (None, None, None))
     start, end, step = kwargs.get("start", start or 0), kwargs.get("end", end), kwargs.get("step", step or 1)
     numbers = all(isinstance(n, int) for n in (start, end, step))
     if not numbers or (start, end, step) != (0, sequence.local, 1) or kwargs.get("out") is not None:
         return func(*args, **kwargs)
+    if checked:
+        sizes.check(sequence, end, f"torch.arange({end})")
     device = kwargs.get("device")
     positions = sequence.positions(torch.get_default_device() if device is None else device)
     positions = positions.to(kwargs.get("dtype") or torch.int64, copy=True)
@@ -42,10 +54,12 @@ def getitem(sequence: CutSequence, func: Any, tensor: Tensor, index: Any) -> Any
     if cut and not _is_all(entries[1], n):
         rest = [entry for dim, entry in enumerate(entries) if dim != 1]
         return _part(sequence, tensor, entries[1], whole=all(e == _ALL for e in rest))
-    sizes = tensor.shape
-    dims = [dim for dim, entry in enumerate(entries) if sizes[dim] > n and _bounds(entry, sizes[dim]) == (0, n, 1)]
+    shape = tensor.shape
+    dims = [dim for dim, entry in enumerate(entries) if shape[dim] > n and _bounds(entry, shape[dim]) == (0, n, 1)]
     if dims and _is_table(sequence, tensor, dims):
         for dim in dims:
+            stop = entries[dim].stop
+            sizes.check(sequence, stop, f"[:{stop}] of a tensor of shape {tuple(shape)}")
             tensor = _rows(sequence, tensor, dim)
             entries[dim] = _ALL
         index = tuple(entries)

@@ -1,8 +1,8 @@
 """Where calls of the user's code turn to the whole sequence.
 
 It is: the list of torch functions that mean something else on a sequence that is cut, and the mode that hands them to
-whoever knows (`functional.py`, `indexing.py`, `losses.py`, `tracked.py`) while a step runs. It is not: what they do
-there. Models of Hugging Face run outside of it (`hf.py`).
+whoever knows (`functional.py`, `sizes.py`, `indexing.py`, `losses.py`, `tracked.py`) while a step runs. It is not: what
+they do there. Models of Hugging Face run outside of it (`hf.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from parallax.plugins.context import functional, indexing, losses, multi_head, tracked
+from parallax.plugins.context import functional, indexing, losses, multi_head, sizes, tracked
 from parallax.plugins.context.sequence import CutSequence
 from parallax.strategies.function_modes import BACKWARDS, backward_inside
 
@@ -30,6 +30,8 @@ HANDLERS: Mapping[Any, Handler] = {
     F.softmax: functional.softmax,
     torch.softmax: functional.softmax,
     Tensor.softmax: functional.softmax,
+    Tensor.size: sizes.read,
+    Tensor.shape.__get__: sizes.read,  # type: ignore[attr-defined]
     torch.arange: indexing.arange,
     Tensor.__getitem__: indexing.getitem,
     F.cross_entropy: losses.cross_entropy,
@@ -86,7 +88,7 @@ def numbering(sequence: CutSequence) -> Iterator[None]:
     """Within, also where calls are not routed, `arange` over the tokens here gives their positions."""
     before, sequence.inside = sequence.inside, False
     try:
-        with Routed(sequence, {torch.arange: indexing.arange}):
+        with Routed(sequence, {torch.arange: indexing.numbered}):
             yield
     finally:
         sequence.inside = before

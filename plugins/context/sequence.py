@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -181,6 +182,20 @@ class CutSequence:
             found = (vars(module) | module._parameters | module._buffers for module in self._model.modules())
             self._owned = {id(value) for values in found for value in values.values() if isinstance(value, Tensor)}
         return id(tensor) in self._owned
+
+    @cached_property
+    def numbers(self) -> dict[int, str]:
+        """Sizes of the model's own, and their halves, with where they are: attributes, parameters and buffers."""
+        found: dict[int, str] = {}
+        for name, module in self._model.named_modules():
+            for attribute, value in vars(module).items():
+                if type(value) is int:
+                    found.setdefault(value, f"{name}.{attribute}".lstrip("."))
+        for name, tensor in (*self._model.named_parameters(), *self._model.named_buffers()):
+            shape = tuple(getattr(tensor, "ds_shape", tensor.shape))  # of a parameter that DeepSpeed keeps in parts
+            for size in shape:
+                found.setdefault(size, f"{name} of shape {shape}")
+        return {size // 2: f"half of {where}" for size, where in found.items() if size % 2 == 0} | found
 
     @contextmanager
     def handling(self) -> Iterator[None]:

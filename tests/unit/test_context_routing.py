@@ -70,6 +70,41 @@ def test_rows_of_tables_are_those_of_the_positions(sequence: CutSequence) -> Non
         torch.zeros(8, 2)[:6]
 
 
+@pytest.fixture
+def alike() -> Iterator[Any]:
+    """A model whose width is the number of tokens here, 6, and half of another of its sizes."""
+    model: Any = nn.Module()
+    model.lin, model.table, model.heads = nn.Linear(6, 12), nn.Parameter(torch.arange(20.0)), 3
+    cut = CutSequence(model, AxisComm("cp", (0, 1), 0, None, Ledger()), "zigzag", asked)
+    cut.begin(TOKENS, ROWS)
+    with Routed(cut):
+        yield model
+
+
+def test_tokens_are_told_from_the_models_own_sizes_by_where_the_number_comes_from(alike: Any) -> None:
+    x, ids, past = torch.zeros(ROWS, 6, 6), torch.zeros(ROWS, 6, dtype=torch.long), 0
+    heads = x.unflatten(-1, (3, 2)).transpose(1, 2)
+    _, tokens, width = x.shape
+    for number in (tokens, x.size(1), x.size(dim=-2), ids.shape[-1], heads.shape[2], past + tokens, tokens - past):
+        assert torch.arange(number).tolist() == HERE
+        assert alike.table[:number].tolist() == HERE
+    assert torch.arange(past, past + ids.size(1)).tolist() == HERE
+    assert torch.arange(tokens - 1).tolist() == [0, 1, 2, 3, 4]
+    assert isinstance(x.shape, torch.Size) and x.shape == (ROWS, 6, 6) and x.view(-1, tokens).shape == (ROWS * 6, 6)
+    for number in (width, alike.lin.weight.shape[1], 6, x.flatten(0, 1).shape[1]):
+        with pytest.raises(ValueError, match=r"arange\(6\) has as many .* \(6 of 10\), and .* \(lin.in_features\)"):
+            torch.arange(number)
+        with pytest.raises(ValueError, match=r"\[:6\] of a tensor of shape \(20,\) has as many numbers"):
+            alike.table[:number]
+    alike.lin = alike.table = None
+    with pytest.raises(ValueError, match="half of width"):
+        alike.width = 12
+        cut = CutSequence(alike, AxisComm("cp", (0, 1), 0, None, Ledger()), "zigzag", asked)
+        cut.begin(TOKENS, ROWS)
+        with Routed(cut):
+            torch.arange(12 // 2)
+
+
 def test_the_first_half_of_a_shift_keeps_all_tokens(sequence: CutSequence) -> None:
     logits, ids = torch.randn(ROWS, 6, 5), torch.ones(ROWS, 6, dtype=torch.long)
     assert logits[:, :-1] is logits and logits[..., :-1, :] is logits and logits[:, : 6 - 1] is logits
