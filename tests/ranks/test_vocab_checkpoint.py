@@ -84,8 +84,8 @@ def fit(at: tuple[int, int], layout: str, folder: str, steps: int, precision: st
     keep, strategy = Keep(paths.get("end")), ParallaxStrategy(layout, cluster_environment=Given(*at))
     trainer = Trainer(
         strategy=strategy, accelerator="cpu", devices=at[1], precision=precision, max_steps=steps, logger=False,
-        callbacks=[keep, *([WeightAveraging()] if layout == "tp2" else [])], enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        use_distributed_sampler=False,
+        callbacks=[keep, *([WeightAveraging()] if layout == "tp2" else [])], enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
     )  # fmt: skip
     lit = Lit(folder, "float64" if precision == "64-true" else "bfloat16")
     size = strategy.requested_layout.resolve(at[1]).axis_sizes()["dp"]
