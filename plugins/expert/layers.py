@@ -126,3 +126,9 @@ def become_experts(
     module.ep, module.etp, module.shares, module.all_experts = ep, etp, shares, all_experts
     module.capacity_factor, module.chunks, module.beside = capacity_factor, chunks, beside
     module.num_experts = all_experts // ep.size
+
+
+def count_once(module: nn.Module, etp: AxisComm) -> None:
+    """Let what `module`, whole on every rank of `etp`, adds to a sum over the axis be that of the first rank alone."""
+    share = float(etp.index == 0)
+    module.register_forward_hook(lambda module, args, out: out * share)

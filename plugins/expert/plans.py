@@ -10,6 +10,7 @@ It is: the reading of `ep_plan` (Hugging Face's and a plain module's, in the sam
 | `colwise`, `packed_colwise` | a parameter of it, in `tp_plan` | dim -2 is cut over tp (each of 2 fused blocks) |
 | `rowwise`, `packed_rowwise` | the same | dim -1 is cut over tp |
 | `moe_tp_experts` | a module, in `tp_plan` | its outputs are partial sums over tp |
+| `moe_identity_expert` | a module in it, in `tp_plan` | what it returns counts on the first rank of tp only |
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch import nn
 from parallax.plugins.tensor.plans import is_foreign
 
 MODULE_WORD, PARAMETER_WORD, TENSOR_WORD = "ep_dispatch_experts", "grouped_gemm", "moe_tp_experts"
+IDENTITY_WORD = "moe_identity_expert"
 
 HOW_TO = (
     "give it one: an `ep_plan` attribute on the module, e.g. self.ep_plan = {'layers.*.experts': "
@@ -42,6 +44,7 @@ class ExpertsTarget:
         num_experts: experts it holds, uncut.
         grouped: names of the parameters whose dim 0 counts experts.
         tensor: parameter name -> word of the tensor-parallel plan; empty when experts stay whole inside.
+        identity: names of modules in it that stand for experts without weights.
     """
 
     fqn: str
@@ -49,6 +52,7 @@ class ExpertsTarget:
     num_experts: int
     grouped: tuple[str, ...]
     tensor: Mapping[str, str]
+    identity: tuple[str, ...]
 
 
 def find_experts(model: nn.Module, plan: Mapping[str, str] | None = None) -> list[ExpertsTarget]:
@@ -69,7 +73,7 @@ def find_experts(model: nn.Module, plan: Mapping[str, str] | None = None) -> lis
 def _target(fqn: str, module: nn.Module, ep: list[tuple[str, str]], tp: list[tuple[str, str]]) -> ExpertsTarget:
     names = [name for name, _ in module.named_parameters(recurse=False)]
     grouped = tuple(n for n in names if _word(ep, f"{fqn}.{n}") == PARAMETER_WORD)
-    count: Any = getattr(module, "num_experts", None)
+    count: Any = getattr(module, "num_experts", getattr(module, "num_routed_experts", None))
     sizes = {n: module.get_parameter(n).shape[0] for n in grouped}
     if not isinstance(count, int) or any(size != count for size in sizes.values()):
         raise ValueError(
@@ -77,7 +81,8 @@ def _target(fqn: str, module: nn.Module, ep: list[tuple[str, str]], tp: list[tup
             f"to dim 0 of its grouped parameters; num_experts is {count!r}, the parameters have {sizes}"
         )
     words = {n: w for n in names if (w := _word(tp, f"{fqn}.{n}")) is not None and w != "replicate"}
-    return ExpertsTarget(fqn, module, count, grouped, words if _word(tp, fqn) == TENSOR_WORD else {})
+    identity = tuple(n for n, _ in module.named_children() if _word(tp, f"{fqn}.{n}") == IDENTITY_WORD)
+    return ExpertsTarget(fqn, module, count, grouped, words if _word(tp, fqn) == TENSOR_WORD else {}, identity)
 
 
 def _rules(model: nn.Module, attribute: str, given: Mapping[str, str] | None = None) -> list[tuple[str, str]]:

@@ -20,7 +20,7 @@ from torch import nn
 from parallax.plugins.base import ParallelPlugin, ParamShard
 from parallax.plugins.expert.balance import attach
 from parallax.plugins.expert.beside import find_beside, find_shared
-from parallax.plugins.expert.layers import become_experts
+from parallax.plugins.expert.layers import become_experts, count_once
 from parallax.plugins.expert.plans import HOW_TO, ExpertsTarget, find_experts, old_style
 from parallax.plugins.expert.router import find_router, in_fp32
 from parallax.plugins.expert.traffic import add_balance, add_traffic
@@ -95,6 +95,11 @@ class ExpertParallel(ParallelPlugin):
         for target in targets:
             if self._router_fp32:
                 _router(model, target)
+            if self._capacity_factor is not None and target.identity:
+                raise ValueError(
+                    f"expert_capacity_factor is set, but {target.fqn} has experts without weights "
+                    f"({', '.join(target.identity)}), which have no capacity; leave it out"
+                )
             if target.num_experts % ep or (ep > 1 and not target.grouped):
                 valid = [str(n) for n in range(1, target.num_experts + 1) if target.num_experts % n == 0]
                 raise ValueError(
@@ -134,6 +139,8 @@ class ExpertParallel(ParallelPlugin):
                     chunks=self._chunks,
                     beside=find_beside(*_place(model, target)) if ep.size > 1 else None,
                 )
+            for name in target.identity if cut_inside else ():
+                count_once(target.module.get_submodule(name), etp)
         self._report = _describe(targets, ep, etp, shares)
         self._balanced = mesh[self._balanced_over]
 

@@ -19,15 +19,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
-from torch.nn import functional as F
 
 from parallax.plugins.tensor.functions import reduce_from_region
 from parallax.plugins.tensor.sequence_functions import Tokens, scatter_from_region
 from parallax.plugins.tensor.workspace import Workspace
-from parallax.strategies.accumulating import autocast_dtype, is_autocast, products_are_watched
+from parallax.strategies.accumulating import autocast_dtype, is_autocast, linear, products_are_watched
 from parallax.strategies.accumulation import weight_gradient
 from parallax.strategies.comm import AxisComm, Work
 from parallax.strategies.gloo import Fill
+from parallax.strategies.products import add_product, product
 
 
 def _flat(x: Tensor) -> Tensor:
@@ -43,12 +43,13 @@ class _Reduce(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, comm: AxisComm, pieces: int) -> Tensor:
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        ctx.weight = weight
         flat = _flat(x)
         summed = x.new_empty(*x.shape[:-1], weight.shape[0])  # no view, which the model could not add to in place
         out = _flat(summed)
         works = []
         for start, stop in _bounds(flat.shape[0], pieces):
-            torch.mm(flat[start:stop], weight.t(), out=out[start:stop])
+            product(flat[start:stop], weight.t(), out=out[start:stop])
             works.append(comm.all_reduce(out[start:stop], async_op=True))
         for work in works:
             if work is not None:
@@ -59,8 +60,9 @@ class _Reduce(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, weight = ctx.saved_tensors
-        inputs = grad @ weight if ctx.needs_input_grad[0] else None
-        return inputs, _flat(grad).t() @ _flat(x) if ctx.needs_input_grad[1] else None, None, None
+        flat = _flat(grad)
+        inputs = product(flat, weight).view(*grad.shape[:-1], -1) if ctx.needs_input_grad[0] else None
+        return inputs, None if x is None else weight_gradient(ctx.weight, flat.t(), _flat(x)), None, None
 
 
 def _by_rank(rows: Tensor, tokens: Tokens) -> Tensor:
@@ -115,7 +117,7 @@ class _Scatter(Function):
                 if len(bounds) == 1:
                     weights = weight_gradient(ctx.weight, left, right)
                 else:
-                    weights = left @ right if weights is None else weights.addmm_(left, right)
+                    weights = product(left, right) if weights is None else add_product(weights, left, right)
         if inputs is not None:
             inputs = _flat(inputs)[: tokens.count].view(ctx.shape)
         return inputs, weights, None, None, None, None
@@ -125,18 +127,18 @@ def _product(rows: Tensor, weight: Tensor, out: Tensor) -> Fill:
     """What computes some ranks' parts of rows W^T, [ranks, n, features] each."""
 
     def fill(ranks: slice) -> None:
-        torch.mm(_flat(rows[ranks]), weight.t(), out=out[ranks].view(-1, out.shape[-1]))
+        product(_flat(rows[ranks]), weight.t(), out=out[ranks].view(-1, out.shape[-1]))
 
     return fill
 
 
 def _input_grads(mine: Tensor, grads: Tensor, weight: Tensor, out: Tensor, index: int, work: Work | None) -> None:
     """grads W, [ranks, n, in], to `out`: for this rank's tokens from `mine`, while others' arrive in `grads`."""
-    torch.mm(mine, weight, out=out[index])
+    product(mine, weight, out=out[index])
     _wait(work)
     for rank in range(len(grads)):
         if rank != index:
-            torch.mm(grads[rank], weight, out=out[rank])
+            product(grads[rank], weight, out=out[rank])
 
 
 def _gather_piece(ctx: Any, grad: Tensor, bounds: list[tuple[int, int]], i: int) -> tuple[Tensor, Work | None]:
@@ -155,20 +157,29 @@ def _cast(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     return (x.to(dtype), weight.to(dtype)) if is_autocast(x) else (x, weight)
 
 
-def summed_product(x: Tensor, weight: Tensor, comm: AxisComm, pieces: int) -> Tensor:
-    """The sum over ranks of x W^T, in `pieces` messages; `weight` is [out, in]."""
-    if pieces == 1 or products_are_watched():
-        return reduce_from_region(F.linear(x, weight), comm)
-    return cast(Tensor, _Reduce.apply(*_cast(x, weight), comm, pieces))
+def summed_product(x: Tensor, weight: Tensor, comm: AxisComm, pieces: int, *, transposed: bool = False) -> Tensor:
+    """The sum over ranks of x W^T, in `pieces` messages; `weight` is [out, in], or [in, out] when `transposed`."""
+    if pieces == 1 or products_are_watched():  # apart from the sum, which a recomputed layer need not repeat then
+        return reduce_from_region(linear(x, weight, transposed=transposed), comm)
+    return cast(Tensor, _Reduce.apply(*_cast(x, weight.t() if transposed else weight), comm, pieces))
 
 
 def scattered_product(
-    x: Tensor, weight: Tensor, tokens: Tokens, comm: AxisComm, space: Workspace, pieces: int, recomputed: bool
+    x: Tensor,
+    weight: Tensor,
+    tokens: Tokens,
+    comm: AxisComm,
+    space: Workspace,
+    pieces: int,
+    recomputed: bool,
+    *,
+    transposed: bool = False,
 ) -> Tensor:
-    """This rank's tokens of the sum over ranks of x W^T, in `pieces` messages.
+    """This rank's tokens of the sum over ranks of x W^T, in `pieces` messages; `weight` as above.
 
     A layer that is `recomputed` in backward needs no sum at its end then: the product has saved what is needed before.
     """
     if products_are_watched() or (recomputed and pieces == 1):
-        return scatter_from_region(F.linear(x, weight), tokens, comm, space)
+        return scatter_from_region(linear(x, weight, transposed=transposed), tokens, comm, space)
+    weight = weight.t() if transposed else weight
     return cast(Tensor, _Scatter.apply(*_cast(x, weight), tokens, comm, space, pieces))

@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from parallax.plugins.tensor.functions import copy_to_region
 from parallax.plugins.tensor.overlap import Gathering, follow_gathered, lead, lead_gathered
-from parallax.strategies.accumulating import autocast_dtype, is_autocast, products_are_watched
+from parallax.strategies.accumulating import autocast_dtype, is_autocast, linear, products_are_watched
 from parallax.strategies.comm import AxisComm
 
 _MARK = "_parallax_gathered"
@@ -73,24 +72,28 @@ class SharedInput:
             self._state: tuple[int, torch.dtype] | None = None
             self._served: set[int] = set()
 
-    def linear(self, x: Tensor, member: int, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """x W^T + b of layer number `member` of the block; `weight` is [out, in]."""
+    def linear(
+        self, x: Tensor, member: int, weight: Tensor, bias: Tensor | None, *, transposed: bool = False
+    ) -> Tensor:
+        """x W^T + b of layer number `member` of the block; `weight` is [out, in], or [in, out] when `transposed`."""
         if products_are_watched():
-            return F.linear(self.enter(x, member), weight, bias)
+            return linear(self.enter(x, member), weight, bias, transposed=transposed)
         source = gathered_from(x)
         if not (torch.is_grad_enabled() and x.requires_grad) or (self.inside and source is None):
-            return F.linear(x, weight, bias)
-        dtype = autocast_dtype(x)
-        if is_autocast(x):
-            weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
+            return linear(x, weight, bias, transposed=transposed)
         handed = self._handed(x, member)
-        if handed is None:
-            out, handed = self._lead(x.to(dtype), source, weight, bias)
-            self._keep(x, handed)
-        elif source is not None:
-            out = follow_gathered(handed, source[0].to(dtype), weight, bias, source[1])
+        if handed is not None and source is None:
+            out = linear(handed, weight, bias, transposed=transposed)
         else:
-            out = F.linear(handed, weight, bias)
+            dtype, weight = autocast_dtype(x), weight.t() if transposed else weight
+            if is_autocast(x):
+                weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
+            if handed is None:
+                out, handed = self._lead(x.to(dtype), source, weight, bias)
+                self._keep(x, handed)
+            else:
+                assert source is not None
+                out = follow_gathered(handed, source[0].to(dtype), weight, bias, source[1])
         self._serve(member)
         return out
 

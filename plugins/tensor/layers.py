@@ -17,7 +17,6 @@ from functools import cache
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from parallax.plugins.tensor.chunked import summed_product
 from parallax.plugins.tensor.entry import SharedInput
@@ -32,6 +31,7 @@ from parallax.plugins.tensor.logits_ops import head_output
 from parallax.plugins.tensor.sequence import Sequence
 from parallax.plugins.tensor.streams import Streams
 from parallax.plugins.tensor.styles import Kind, Style
+from parallax.strategies.accumulating import linear
 from parallax.strategies.comm import AxisComm
 
 
@@ -61,10 +61,11 @@ class Column(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.sequence is not None:
             x = self.sequence.gathered(x)
+        weight, bias, transposed = self.get_parameter("weight"), self._parameters.get("bias"), _is_transposed(self)
         if self.entry is None:
-            out = F.linear(x, _weight(self), _bias(self))
+            out = linear(x, weight, bias, transposed=transposed)
         else:
-            out = self.entry.linear(x, self.member, _weight(self), _bias(self))
+            out = self.entry.linear(x, self.member, weight, bias, transposed=transposed)
         if self.gathered is None:
             self.streams.enter()
             return out if self.shared is None else gather_halves(out, *self.shared)
@@ -115,23 +116,19 @@ class Row(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.splits:
             x = split_last_dim(x, self.comm)
+        weight, transposed = self.get_parameter("weight"), _is_transposed(self)
         if self.sequence is not None:
-            out = self.sequence.row(x, _weight(self), self.pieces)
+            out = self.sequence.row(x, weight, self.pieces, transposed=transposed)
         else:
-            out = summed_product(x, _weight(self), self.comm, self.pieces)
+            out = summed_product(x, weight, self.comm, self.pieces, transposed=transposed)
             self.streams.leave()
-        bias = _bias(self)
+        bias = self._parameters.get("bias")
         return out if bias is None else out + bias.to(out.dtype)
 
 
-def _weight(module: nn.Module) -> Tensor:
-    """[out, in]; transformers' Conv1D stores it transposed."""
-    weight = module.get_parameter("weight")
-    return weight if isinstance(module, nn.Linear) else weight.t()
-
-
-def _bias(module: nn.Module) -> Tensor | None:
-    return module._parameters.get("bias")
+def _is_transposed(module: nn.Module) -> bool:
+    """Whether the weight is [in, out], as that of transformers' Conv1D."""
+    return not isinstance(module, nn.Linear)
 
 
 class ColumnParallelLinear(Column, nn.Linear):
@@ -160,7 +157,7 @@ class LatentKeys(nn.Linear):
     rotary: int
 
     def forward(self, x: Tensor) -> Tensor:
-        out = super().forward(x)
+        out = linear(x, self.weight, self.bias)
         latent, rotary = out.split([out.shape[-1] - self.rotary, self.rotary], dim=-1)
         return torch.cat([latent, copy_to_region(rotary, self.comm)], dim=-1)
 

@@ -18,15 +18,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, cast
 
-import torch
 from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
-from torch.nn import functional as F
 
 from parallax.plugins.tensor.sequence_functions import Tokens, unpadded
 from parallax.plugins.tensor.workspace import Workspace
 from parallax.strategies.accumulation import weight_gradient
 from parallax.strategies.comm import AxisComm, Work
+from parallax.strategies.products import add_product, linear_product, product
 
 
 class GatherAgain:
@@ -85,12 +84,11 @@ def _flat(x: Tensor) -> Tensor:
 
 def _sum_input_grads(grad: Tensor | None, weight: Tensor, others: Tensor | None, out: Tensor | None = None) -> Tensor:
     """grad W + others as [rows, in], written to `out` if given."""
-    if grad is None:
-        assert others is not None
-        return _flat(others).clone() if out is None else out.copy_(_flat(others))
     if others is None:
-        return torch.mm(_flat(grad), weight, out=out)
-    return torch.addmm(_flat(others), _flat(grad), weight, out=out)
+        assert grad is not None
+        return product(_flat(grad), weight, out=out)
+    out = _flat(others).clone() if out is None else out.copy_(_flat(others))
+    return out if grad is None else add_product(out, _flat(grad), weight)
 
 
 def _weight_grads(ctx: Any, grad: Tensor | None, x: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
@@ -109,7 +107,7 @@ class _Lead(Function):
         ctx.comm, ctx.weight, ctx.bias_grad = comm, weight, ctx.needs_input_grad[2]
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
-        return F.linear(x, weight, bias), x.detach()  # an alias: x itself would make the output a view of it
+        return linear_product(x, weight, bias), x.detach()  # an alias: x itself would make the output a view of it
 
     @staticmethod
     @once_differentiable
@@ -141,7 +139,7 @@ class _LeadGathered(Function):
         ctx: Any, shard: Tensor, whole: Tensor, weight: Tensor, bias: Tensor | None, gathering: Gathering
     ) -> tuple[Tensor, Tensor]:
         _save(ctx, whole, shard, weight, gathering)
-        return F.linear(whole, weight, bias), whole.detach()
+        return linear_product(whole, weight, bias), whole.detach()
 
     @staticmethod
     @once_differentiable
@@ -176,7 +174,7 @@ class _FollowGathered(Function):
         ctx: Any, whole: Tensor, shard: Tensor, weight: Tensor, bias: Tensor | None, gathering: Gathering
     ) -> Tensor:
         _save(ctx, whole, shard, weight, gathering)
-        return F.linear(whole, weight, bias)
+        return linear_product(whole, weight, bias)
 
     @staticmethod
     @once_differentiable
@@ -188,7 +186,7 @@ class _FollowGathered(Function):
         again = saved is not None and not gathering.keeps
         if again:
             gathering.again.start(gathering, saved)
-        inputs = (_flat(grad) @ weight).view(*grad.shape[:-1], -1)
+        inputs = product(_flat(grad), weight).view(*grad.shape[:-1], -1)
         if again:
             saved = gathering.again.whole()
         return inputs, None, *_weight_grads(ctx, grad, saved), None

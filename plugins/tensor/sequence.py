@@ -112,15 +112,17 @@ class Sequence:
         mark_gathered(whole, shard, self._gathering(tokens, keeps=self._keeps))
         return whole
 
-    def row(self, x: Tensor, weight: Tensor, pieces: int) -> Tensor:
-        """A block's output, this rank's tokens of the sum over ranks of x W^T, in `pieces` messages."""
+    def row(self, x: Tensor, weight: Tensor, pieces: int, *, transposed: bool = False) -> Tensor:
+        """A block's output, this rank's tokens of the sum over ranks of x W^T (of x W when `transposed`)."""
         tokens = self._current().as_seen(x.dim())
         if x.shape[:-1].numel() != tokens.count:
             raise ValueError(
                 f"a row layer got {tuple(x.shape[:-1])} tokens, but the gathered sequence has {tokens.shape}: "
                 "the code between column and row layer changes the sequence; use sequence_parallel=False"
             )
-        return scattered_product(x, weight, tokens, self.comm, self.space, pieces, self._keeps)
+        return scattered_product(
+            x, weight, tokens, self.comm, self.space, pieces, self._keeps, transposed=transposed
+        )
 
     def repeated(self, shard: Tensor) -> Tensor:
         """The whole input of a module that every rank runs alike."""

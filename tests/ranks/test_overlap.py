@@ -9,15 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from parallax.strategies import products
 from parallax.strategies.comm import AxisComm
 from tests.procs import run_ranks
-from tests.ranks.test_tensor import _cut
+from tests.ranks.test_tensor import _cut, _whole_grads
 from tests.tensor_models import BATCH, HIDDEN, SEQ, build, loss_of, token_ids
 
 LAYERS, WORLD, MLP, HEAD_DIM = 2, 2, 64, 4
+PRODUCTS = ("aten::mm", "aten::addmm", "aten::addmm_", "aten::linear")
 Event = tuple[str, Any]
 
 
@@ -52,7 +55,7 @@ class Events(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func._schema.name in ("aten::mm", "aten::addmm", "aten::addmm_", "aten::linear"):
+        if func._schema.name in PRODUCTS:
             self.seen.append(("product", tuple(out.shape)))
         return out
 
@@ -126,3 +129,29 @@ def test_a_piece_is_sent_while_the_next_is_computed() -> None:
 def _count(seen: list[Event], part: list[Event]) -> int:
     """How often `part` happened, without anything in between."""
     return sum(seen[i : i + len(part)] == part for i in range(len(seen)))
+
+
+def _narrow(rank: int, world: int) -> list[tuple[str, list[Event]]]:
+    """In fp32, as if no product were too small for oneDNN; gradients against one process in fp64."""
+    products.SMALLEST = 0
+    out = []
+    for name in ("llama", "gpt2"):
+        want = build(name)
+        loss_of(want, token_ids()).backward()
+        grads = {fqn: p.grad for fqn, p in want.named_parameters()}
+        for sequence, chunks in ((False, 1), (False, 2), (True, 1), (True, 2)):
+            model = build(name).float()
+            plugin, mesh = _cut(model, rank, world, sequence=sequence, chunks=chunks)
+            forward, backward = _run(model, mesh["tp"])
+            plugin.finalize_grads(model, mesh=mesh)
+            for fqn, grad in _whole_grads(model, plugin, mesh).items():
+                torch.testing.assert_close(grad.double(), grads[fqn], rtol=1e-5, atol=1e-6, msg=f"{fqn} of {name}")
+            out.append((name, forward.seen + backward.seen))
+    return out
+
+
+def test_products_in_fp32_go_through_onednn() -> None:
+    """Of every cut layer and the head: forward, gradient of the input, gradient of the weight, on every path."""
+    for found in run_ranks(WORLD, _narrow):
+        for name, seen in found:
+            assert ("product" in [what for what, _ in seen]) is not products.is_faster(torch.ones(1)), name

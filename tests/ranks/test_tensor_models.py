@@ -32,6 +32,7 @@ TWO: list[Case] = [
     ("gpt_oss", {}),  # attention sinks, experts
     ("apertus", {}),  # an activation with parameters
     ("deepseek_v3", {}),  # latent attention, experts
+    ("longcat_flash", {}),  # experts without weights, whose output counts once
 ]
 FOUR: list[Case] = [
     ("llama", {"num_key_value_heads": 2}),  # two ranks share each key-value head

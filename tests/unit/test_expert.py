@@ -18,6 +18,7 @@ from parallax.strategies.assemble import make_plugins
 from parallax.strategies.layout import Layout
 from tests.parity.models import Plain
 from tests.parity.moe_models import PlainMoe, deepseek_v3, gpt_oss, mixtral, olmoe, qwen3_moe
+from tests.small_models import build_small
 
 
 def check(layout: str, model: nn.Module, world: int = 48, **options: Any) -> None:
@@ -122,6 +123,11 @@ def test_no_router_beside_the_experts() -> None:
         check("dp2", model, world=2, router_fp32=True)
     with pytest.raises(ValueError, match="expert_router_fp32 is set, but the model has no plan"):
         check("dp2", Plain(), world=2, router_fp32=True)
+
+
+def test_capacity_of_experts_without_weights() -> None:
+    with pytest.raises(ValueError, match=r"experts without weights \(identity_expert\), which have no capacity"):
+        check("tp2", build_small("longcat_flash"), world=2, capacity_factor=1.0)
 
 
 def test_options_that_nothing_reads() -> None:
