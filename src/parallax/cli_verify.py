@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,8 @@ def add_verify(commands: Any) -> None:
         help="train a module for a few steps at a layout and in one process, and compare everything",
         description="Trains the LightningModule for a few steps at the layout, on processes of this machine, and in "
         "one process; compares losses, gradient norms, every gradient, weight and optimizer state, metrics and the "
-        "samples read. Status 0: the same; 1: a difference, which is named; 2: it could not be run.",
+        "samples read. Status 0: the same; 1: a difference, which is named; 2: it could not be run (of --all: a layout "
+        "failed, or none fits).",
     )
     parser.add_argument(
         "target", help="script.py:Name or package.module:Name; Name() makes the module or (module, data)"
@@ -78,24 +80,44 @@ def run_verify(options: argparse.Namespace) -> int:
         check_bytes=options.bytes,
         dropout=options.dropout,
     )
-    ran = [v for v in verdicts if v.refused is None]
-    wrong = [v for v in ran if not v.passed]
+    counts = Counter(map(word_of, verdicts))
     if options.all:
         console.print(matrix(verdicts))
     if len(verdicts) > 1:
-        console.print(f"{len(ran) - len(wrong)} right, {len(wrong)} wrong, {len(verdicts) - len(ran)} refused")
+        failed = f", {counts['failed']} failed" if counts["failed"] else ""
+        console.print(f"{counts['right']} right, {counts['wrong']} wrong, {counts['refused']} refused{failed}")
     if options.json == "-":
         print(json.dumps([v.to_dict() for v in verdicts], indent=2))
     elif options.json:
         Path(options.json).write_text(json.dumps([v.to_dict() for v in verdicts], indent=2))
-    return 1 if wrong else 0
+    return exit_status(verdicts, every=bool(options.all))
+
+
+def exit_status(verdicts: Sequence[Any], *, every: bool) -> int:
+    """0: all right; 1: something is wrong; 2: something could not be run. Of `every` possible layout some do not fit;
+    one that was asked for must."""
+    words = set(map(word_of, verdicts))
+    if "wrong" in words:
+        return 1
+    return 2 if "failed" in words or "right" not in words or ("refused" in words and not every) else 0
+
+
+def word_of(verdict: Any) -> str:
+    """right, wrong, refused or failed."""
+    if verdict.refused is not None or verdict.failed is not None:
+        return "failed" if verdict.refused is None else "refused"
+    return "right" if verdict.passed else "wrong"
 
 
 def show_verdict(console: Console, verdict: Any) -> None:
-    """One line for a layout that is right or refused; the first differences of one that is wrong; and what was sent."""
+    """One line for a layout that is right, refused or failed; the first differences of one that is wrong; and what was
+    sent."""
     head = f"{verdict.layout} on {verdict.ranks} rank(s)"
     if verdict.refused is not None:
         console.print(f"[yellow]refused[/]  {head}: {verdict.refused}", highlight=False, soft_wrap=True)
+        return
+    if verdict.failed is not None:
+        console.print(f"[red]failed[/]   {head}: {verdict.failed.splitlines()[0]}", highlight=False, soft_wrap=True)
         return
     if verdict.passed:
         console.print(f"[green]right[/]    {head}; largest difference {verdict.largest:.1e}", highlight=False)
@@ -116,15 +138,16 @@ def show_verdict(console: Console, verdict: Any) -> None:
 
 
 def matrix(verdicts: Sequence[Any]) -> Table:
-    """Sizes of the axes by ZeRO stage: right, wrong, or refused with the reason's first words."""
+    """Sizes of the axes by ZeRO stage: right, wrong, refused or failed."""
     table = Table("ranks", "tp", "pp", "cp", "dp", "ep", "ddp", "zero1", "zero2", "zero3")
     lines: dict[tuple[int, ...], dict[int, str]] = {}
     for verdict in verdicts:
         layout = Layout.parse(verdict.layout)
         sizes = layout.axis_sizes()
         key = (layout.world_size, *(sizes[a] for a in ("tp", "pp", "cp", "dp")), layout.expert_parallel_size)
-        word = "refused" if verdict.refused else "[green]right[/]" if verdict.passed else "[red]wrong[/]"
-        lines.setdefault(key, {})[layout.zero_stage] = word
+        word = word_of(verdict)
+        color = {"right": "green", "refused": "default"}.get(word, "red")
+        lines.setdefault(key, {})[layout.zero_stage] = f"[{color}]{word}[/]"
     for key, words in lines.items():
         table.add_row(*map(str, key), *(words.get(stage, "") for stage in range(4)))
     return table

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -133,7 +134,7 @@ class Comparison:
             alone = Counter(str(fingerprint(row)) for row in _rows(self._ranks[0].seen.batches[step]))
             if twice and max(alone.values(), default=1) == 1:
                 cause = f"{len(twice)} sample(s) are read by more than one data rank: the sampler's rank is wrong"
-                yield Difference("sample", "", step, "data", 1.0, tuple(readers.values()), cause)
+                yield Difference("sample", "", step, "data", 1.0, tuple(sorted(readers.values())), cause)
                 return
         yield from self._epoch(readers)
 
@@ -147,7 +148,7 @@ class Comparison:
         for number, what in ((lost, "read by no data rank"), (twice, "read more than once")):
             if number >= len(readers):
                 cause = f"{number} of {epochs[0][0]} samples are {what} in an epoch: the sampler divides wrongly"
-                yield Difference("sample", "", 0, "data", number / epochs[0][0], tuple(readers.values()), cause)
+                yield Difference("sample", "", 0, "data", number / epochs[0][0], tuple(sorted(readers.values())), cause)
 
     def _losses(self, step: int) -> dict[int, float]:
         return self._mean({i: r.seen.losses[step] for i, r in enumerate(self._ranks)}, step)
@@ -215,15 +216,16 @@ class Comparison:
         for name in [*order, *(n for n in want if n not in order)]:
             right, found = want[name], got.tensors[name]
             scale = largest if name in self._zero else float(right.abs().max()) or largest
-            error = float(((found - right).abs() - unknown.get(name, 0.0)).max()) / (scale or 1.0)
             spread = got.disagree.get(name, (0, 0.0))[1] / (scale or 1.0)
+            off = partial(_off, right, unknown.get(name, 0.0), scale or 1.0)
+            error = off(found)
             if error <= self._tolerance and spread <= self._tolerance:
                 self._largest = max(self._largest, error)
                 continue
             clue = Clue(what, found, right, self._sizes, replicas=spread > self._tolerance, noise=self._noise)
-            holders = tuple(i for i, r in enumerate(self._ranks) if any(self._name(n) == name for n in r.shards))
+            wrong = dict.fromkeys(rank for rank, part in got.each(name, right) if not off(part) <= self._tolerance)
             yield Difference(
-                what, name + suffix, step, phase, error if error == error else 1.0, holders, likely_cause(clue)
+                what, name + suffix, step, phase, error if error == error else 1.0, tuple(wrong), likely_cause(clue)
             )
 
     def _whole(self, kind: str, step: int | None) -> Assembled:
@@ -232,6 +234,11 @@ class Comparison:
 
     def _name(self, fqn: str) -> str:
         return self._tied.get(fqn, fqn)
+
+
+def _off(right: Tensor, unknown: Tensor | float, scale: float, found: Tensor) -> float:
+    """Largest difference of an element beyond what is `unknown` of it, over `scale`."""
+    return float(((found - right).abs() - unknown).max()) / scale
 
 
 def _rows(batch: Any) -> list[Tensor]:

@@ -22,7 +22,7 @@ PRELOAD = ["torch", "torch.distributed", "lightning.pytorch", "parallax", "paral
 
 
 class RankFailed(RuntimeError):
-    """A rank raised. `user` says whether it was a refusal (a ValueError), whose text is for the user."""
+    """A rank raised, ended or was late; `user`: it was a refusal (a ValueError), whose text is for the user."""
 
     def __init__(self, text: str, user: bool) -> None:
         super().__init__(text)
@@ -46,8 +46,7 @@ class Pool:
         """What `fn` returned on each rank.
 
         Raises:
-            RankFailed: the first error.
-            TimeoutError: naming the ranks that were not done.
+            RankFailed: the first error, or which ranks were not done in time.
         """
         with tempfile.TemporaryDirectory() as folder:
             pipes, processes = {}, []
@@ -78,9 +77,8 @@ class Pool:
         while pipes:
             ready = wait(list(pipes), timeout=max(0.0, end - time.monotonic()))
             if not ready:
-                raise TimeoutError(
-                    f"rank(s) {sorted(pipes.values())} of {world} were not done after {self._timeout:.0f} s"
-                )
+                late = f"rank(s) {sorted(pipes.values())} of {world} were not done after {self._timeout:.0f} s"
+                raise RankFailed(late, user=False)
             for pipe in ready:
                 rank = pipes.pop(pipe)
                 try:
@@ -88,7 +86,8 @@ class Pool:
                 except EOFError:
                     raise RankFailed(f"rank {rank} of {world} ended without a word", user=False) from None
                 if not ok:
-                    raise RankFailed(*value)
+                    text, user = value
+                    raise RankFailed(text if user else f"rank {rank} of {world} raised {text}", user)
                 results[rank] = value
         return [results[rank] for rank in range(world)]
 
@@ -110,8 +109,9 @@ def _child(pipe: Any, rank: int, world: int, store: str, timeout: float, work: b
         value = fn(rank, world, *args)
         pipe.send_bytes(pickle.dumps((True, value)))  # not send(): it would share tensors with a process that ends
     except BaseException as error:
-        text = str(error) if isinstance(error, ValueError) else "".join(traceback.format_exception(error))
-        pipe.send_bytes(pickle.dumps((False, (text, isinstance(error, ValueError)))))
+        user = isinstance(error, ValueError)
+        trace = "" if user else f"{type(error).__name__}: {error}\n" + "".join(traceback.format_exception(error))
+        pipe.send_bytes(pickle.dumps((False, (trace or str(error), user))))
     finally:
         pipe.close()
         os._exit(0)

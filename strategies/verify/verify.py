@@ -33,7 +33,8 @@ class Verdict:
         ranks: number of processes.
         differences: everything that differs from one process, in the order it arises; empty when the layout is right.
         largest: largest relative difference that counted as rounding.
-        refused: why the layout does not fit the module; None when it ran.
+        refused: why the layout does not fit the module; None when it does.
+        failed: what a rank raised, or that it was not done in time; None when it ran.
         rows: with `check_bytes`, what each rank sent in each step, counted and by formula.
         no_formula: plugins and data engines that state none.
         notes: what was not compared, and why.
@@ -44,6 +45,7 @@ class Verdict:
     differences: Sequence[Difference] = ()
     largest: float = 0.0
     refused: str | None = None
+    failed: str | None = None
     rows: Sequence[Row] = ()
     no_formula: Sequence[str] = ()
     notes: Sequence[str] = ()
@@ -55,7 +57,8 @@ class Verdict:
 
     @property
     def passed(self) -> bool:
-        return not (self.differences or self.wrong_rows or self.no_formula) and self.refused is None
+        stopped = self.refused is not None or self.failed is not None
+        return not (stopped or self.differences or self.wrong_rows or self.no_formula)
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -64,6 +67,7 @@ class Verdict:
             "passed": self.passed,
             "largest": self.largest,
             "refused": self.refused,
+            "failed": self.failed,
             "notes": list(self.notes),
             "differences": [d.to_dict() for d in self.differences],
             "traffic": [{**row.to_dict(), "right": row.right} for row in self.rows],
@@ -110,8 +114,8 @@ def verify(
             none, else at least 8.
 
     Raises:
-        ValueError: the script does not import, a layout is impossible, or the module gives different results when one
-            process runs it twice.
+        ValueError: the script does not import, the only layout is impossible or fails, or the module gives different
+            results when one process runs it twice.
     """
     if dtype not in TOLERANCE:
         raise ValueError(f"dtype {dtype!r} is not known; use one of {', '.join(TOLERANCE)}")
@@ -136,9 +140,10 @@ def verify(
             if dropout:
                 verdict = _with_dropout(verdict, pool, replace(settings, steps=dropout, dropout=True), layout, text)
         except RankFailed as error:
-            if not error.user or len(resolved) == 1:
+            if len(resolved) == 1:
                 raise ValueError(str(error)) from None
-            verdict = replace(verdict, refused=str(error))
+            why = str(error)
+            verdict = replace(verdict, refused=why) if error.user else replace(verdict, failed=why)
         verdicts.append(verdict)
         report(verdict)
     return verdicts
@@ -160,7 +165,8 @@ def _values(pool: Pool, settings: Settings, layout: Layout, text: str, *, check_
     follow = weights if follows(settings.dtype) else None
     one, theories = pool.run(1, run_one, settings, joined(read), sizes, follow)[0]
     if repeat:
-        _require_repeatable(one, pool.run(1, run_one, settings, joined(read), None, follow)[0][0])
+        again = pool.run(1, run_one, settings, joined(read), None, follow)[0][0]
+        require_repeatable(one, again, TOLERANCE[settings.dtype])
     return _judge(layout, ranks, one, theories, settings.dtype)
 
 
@@ -206,11 +212,24 @@ def _judge(
     )
 
 
-def _require_repeatable(first: Observation, second: Observation) -> None:
+def require_repeatable(first: Observation, second: Observation, tolerance: float) -> None:
+    """Refuse a module whose losses or gradients differ between two runs of one process.
+
+    Raises:
+        ValueError: naming the first that does.
+    """
     for step, (a, b) in enumerate(zip(first.losses, second.losses, strict=True)):
         if a != b:
-            raise ValueError(
-                f"the module is not deterministic: run twice in one process, its loss at step {step} is {a!r} and then "
-                f"{b!r}. Nothing can be proven about it; look for random numbers outside torch's default generator, "
-                f"time-dependent values, or data augmentation in the loader"
-            )
+            raise ValueError(f"{_TWICE}, its loss at step {step} is {a!r} and then {b!r}. {_LOOK}")
+        for name in (n for n in [*first.order, *first.grads[step]] if n in first.grads[step]):
+            right, found = first.grads[step][name], second.grads[step][name]
+            off = float((found - right).abs().max()) / (float(right.abs().max()) or 1.0)
+            if not off <= tolerance:
+                raise ValueError(f"{_TWICE}, the gradient of {name} at step {step} differs by {off:.1e}. {_LOOK}")
+
+
+_TWICE = "the module is not deterministic: run twice in one process"
+_LOOK = (
+    "Nothing can be proven about it; look for random numbers outside torch's default generator, time-dependent values, "
+    "or data augmentation in the loader"
+)

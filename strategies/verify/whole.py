@@ -6,7 +6,7 @@ comparison with one process.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -25,10 +25,19 @@ class Assembled:
     Attributes:
         tensors: FQN -> whole tensor; elements no rank holds are nan.
         disagree: FQN -> (rank, largest difference from the first rank that holds the same elements).
+        parts: FQN -> (rank, how its part sits in the whole, the part) of each that holds one.
     """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     disagree: dict[str, tuple[int, float]] = field(default_factory=dict)
+    parts: dict[str, list[tuple[int, ParamShard, Tensor]]] = field(default_factory=dict)
+
+    def each(self, name: str, right: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Each rank that holds a part of `name`, and `right` with that part in its place."""
+        for rank, shard, local in self.parts.get(name, ()):
+            whole = right.clone()
+            shard.put(whole, local.to(whole.dtype))
+            yield rank, whole
 
 
 def assemble_whole(
@@ -51,6 +60,7 @@ def assemble_whole(
             shard = shards.get(fqn) or ParamShard(tuple(whole.shape))
             before = whole.clone()
             shard.put(whole, local.to(whole.dtype))
+            out.parts.setdefault(name, []).append((rank, shard, local))
             twice = ~before.isnan() & (before != whole)
             if twice.any():
                 size = float((before - whole)[twice].abs().max())

@@ -5,6 +5,7 @@ It is: the mistakes systems of this kind are known for. It is not: used anywhere
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ class Fault:
         layout: where it shows.
         what: kind of the first difference.
         cause: words its likely cause must contain; any of them.
+        ranks: those that the first difference names.
     """
 
     plant: Callable[[], None]
@@ -29,6 +31,7 @@ class Fault:
     layout: str
     what: tuple[str, ...]
     cause: tuple[str, ...]
+    ranks: tuple[int, ...] = (0, 1)
 
 
 def scaled_by_microbatches() -> None:
@@ -179,6 +182,9 @@ def labels_shifted_again() -> None:
 
 
 def stepped_twice() -> None:
+    """On one rank."""
+    if os.environ["RANK"] == "0":
+        return
     from parallax.plugins.data.replicated import ReplicatedEngine
 
     right = ReplicatedEngine.step
@@ -238,7 +244,7 @@ FAULTS: dict[str, Fault] = {
     "experts swapped": Fault(experts_swapped, "Moe", "dp2 ep2", ("initial weight",), ("swapped",)),
     "shard transposed": Fault(shard_transposed, "Plain", "tp2", ("initial weight",), ("transposed",)),
     "labels shifted again": Fault(labels_shifted_again, "Lit", "dp2", ("loss",), ("labels shifted",)),
-    "stepped twice": Fault(stepped_twice, "Lit", "dp2", ("weight",), ("update",)),
+    "stepped twice": Fault(stepped_twice, "Lit", "tp2", ("weight",), ("update",), (1,)),
     "clipped twice": Fault(clipped_twice, "Lit", "tp2", ("weight", "moment"), ("update", "constant factor")),
     "metric of the last micro-batch": Fault(
         metric_of_last_microbatch, "Lit", "pp2 mb4", ("metric",), ("no constant factor", "constant factor")

@@ -23,6 +23,7 @@ def test_a_planted_fault_is_caught_and_named(name: str) -> None:
     first = verdict.differences[0]
     assert first.what in fault.what, str(first)
     assert any(words in first.cause for words in fault.cause), str(first)
+    assert first.ranks == fault.ranks, str(first)
     assert str(first.step) in str(first) and first.phase in str(first)
 
 

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from rich.console import Console
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from parallax.__main__ import main
+from parallax.cli_verify import exit_status, show_verdict
 from parallax.strategies.layout import Layout
 from parallax.strategies.verify import verify
 from parallax.strategies.verify.layouts import all_layouts
+from parallax.strategies.verify.observe import Observation
+from parallax.strategies.verify.runs import sketch
+from parallax.strategies.verify.shrink import shrunk_configs
+from parallax.strategies.verify.target import Target
+from parallax.strategies.verify.verify import require_repeatable
 from tests.verify.faults import scaled_by_microbatches
 
 SCRIPT = str(Path(__file__).with_name("targets.py"))
@@ -44,20 +54,60 @@ def test_low_precision_is_compared_step_by_step(dtype: str) -> None:
 def test_a_module_that_differs_from_itself_is_refused() -> None:
     with pytest.raises(ValueError, match="not deterministic: run twice in one process, its loss at step 0"):
         verify(f"{SCRIPT}:Moody", "dp2", steps=1)
+    ones = torch.ones(3)
+    first, second = (Observation(losses=[1.0], grads=[{"a": ones, "b": b}], order=["b", "a"]) for b in (ones, 2 * ones))
+    with pytest.raises(ValueError, match="twice in one process, the gradient of b at step 0 differs by 1.0e"):
+        require_repeatable(first, second, 1e-9)
+
+
+def crash_on_one_layout() -> None:
+    from parallax.plugins.tensor.plugin import TensorParallel
+
+    def apply(self: Any, *args: Any, **kwargs: Any) -> None:
+        raise KeyError("cut what?")
+
+    TensorParallel.apply = apply  # type: ignore[method-assign]
+
+
+@pytest.mark.limit(90)
+def test_a_layout_that_crashes_or_does_not_fit_is_told_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    settings: dict[str, Any] = {"steps": 1, "prepare": crash_on_one_layout, "repeat": False, "timeout": 60}
+    crashed, unfit, right = verify(f"{SCRIPT}:Lit", ["tp2", "tp3", "dp2"], **settings)
+    assert crashed.failed is not None and crashed.failed.splitlines()[0].endswith("raised KeyError: 'cut what?'")
+    assert "in apply" in crashed.failed, "the traceback follows"
+    assert unfit.refused is not None and "num_attention_heads" in unfit.refused
+    assert right.passed and not crashed.passed and not unfit.passed
+    wrong = replace(right, no_formula=["one"])
+    for verdicts, asked_for, every in (
+        ([right], 0, 0),
+        ([right, unfit], 2, 0),
+        ([right, crashed], 2, 2),
+        ([unfit], 2, 2),
+        ([crashed, wrong], 1, 1),
+    ):
+        assert (exit_status(verdicts, every=False), exit_status(verdicts, every=True)) == (asked_for, every)
+    show_verdict(Console(width=200), crashed)
+    line = capsys.readouterr().out
+    assert line.startswith("failed   tp2") and "cut what?" in line and "Traceback" not in line
+
+
 
 
 @pytest.mark.limit(90)
 def test_a_large_recipe_is_verified_small(tmp_path: Path) -> None:
     script = tmp_path / "large.py"
     script.write_text(LARGE)
-    (verdict,) = verify(f"{script}:Llama70B", "tp4", steps=1, shrink=True)
+    target = Target(str(script), "Llama70B", synthetic=(2, 16))
+    for _ in range(2):  # the class is whole afterwards
+        assert sum(p.numel() for p in sketch(target, shrink=True).parameters()) < 1e6
+    assert sum(p.numel() for p in sketch(target, shrink=False).parameters()) > 65e9
+    (verdict,) = verify(target, "tp4", steps=1, shrink=True)
     assert verdict.passed and verdict.ranks == 4, verdict.differences[:1]
 
 
 LARGE = """
 import torch
 from lightning.pytorch import LightningModule
-from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 class Llama70B(LightningModule):
@@ -71,11 +121,21 @@ class Llama70B(LightningModule):
 
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
-
-    def train_dataloader(self):
-        ids = torch.randint(0, 500, (8, 16), generator=torch.Generator().manual_seed(0))
-        return DataLoader([{"input_ids": row, "labels": row} for row in ids], batch_size=2)
 """
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_next", "gptj"])
+def test_a_shrunken_architecture_computes_and_keeps_its_kinds(family: str) -> None:
+    """671B parameters with groups of experts and latent attention; 10 chosen of 512 experts; partial rotation."""
+    whole, small = AutoConfig.for_model(family), AutoConfig.for_model(family)
+    with shrunk_configs(True):
+        model = AutoModelForCausalLM.from_config(small)
+    assert sum(p.numel() for p in model.parameters()) < 1e7
+    ratio = lambda c: c.num_attention_heads / (getattr(c, "num_key_value_heads", None) or 1)  # noqa: E731
+    assert ratio(small) == ratio(whole) or family == "gptj"
+    assert set(getattr(small, "layer_types", None) or ()) == set(getattr(whole, "layer_types", None) or ())
+    ids = torch.arange(2 * 16).view(2, 16)
+    model(input_ids=ids, labels=ids).loss.backward()
 
 
 @pytest.mark.parametrize(
