@@ -29,6 +29,7 @@ from torch.overrides import TorchFunctionMode
 from parallax.strategies.accumulating import autocast_dtype
 from parallax.strategies.accumulation import accumulation_of
 from parallax.strategies.function_modes import backward_inside
+from parallax.strategies.products import linear_product, product
 
 
 class Seed(Function):
@@ -82,7 +83,7 @@ class _Pair:
     def gradients(self) -> tuple[Tensor, Tensor | None]:
         """Gradients of weight and bias, as autograd would have computed them."""
         left, right = self.factors()
-        return (left @ right).to(self.of.weight.dtype), self.of_bias()
+        return product(left, right).to(self.of.weight.dtype), self.of_bias()
 
     def add(self) -> bool:
         """Add both to what is there, where that is allowed: for all that has a gradient, or nothing is done."""
@@ -108,14 +109,15 @@ class _Product(Function):
         bias = None if of.bias is None else of.bias.detach().to(dtype)
         ctx.save_for_backward(seen, weight)
         ctx.into, ctx.of, ctx.dtype = into, of, x.dtype
-        return F.linear(seen, weight.t() if of.transposed else weight, bias)
+        return linear_product(seen, weight.t() if of.transposed else weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         x, weight = ctx.saved_tensors
         ctx.into.append(_Pair(ctx.of, x, grad))
-        return (grad @ (weight.t() if ctx.of.transposed else weight)).to(ctx.dtype), None, None
+        of_x = product(grad.reshape(-1, grad.shape[-1]), weight.t() if ctx.of.transposed else weight)
+        return of_x.view(x.shape).to(ctx.dtype), None, None
 
 
 class _Late(Function):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from collections.abc import Callable
@@ -86,6 +87,21 @@ def test_two_halves_are_the_whole(recompute: bool) -> None:
     assert {n for n, p in model.named_parameters() if p.grad is not None} == want.keys()
     for name, grad in want.items():
         torch.testing.assert_close(model.get_parameter(name).grad, grad, rtol=1e-12, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_products_in_fp32_that_go_through_onednn(bias: bool) -> None:
+    """Large enough for it; where a processor has none, torch's own are tested."""
+    torch.manual_seed(1)
+    model, x = nn.Sequential(nn.Linear(128, 128, bias), nn.GELU(), nn.Linear(128, 96, bias)), torch.randn(2, 64, 128)
+    want_x, want = whole(copy.deepcopy(model).to(FP64), x.to(FP64))
+    postponed = Postponed()
+    got_x = halves(model, x, postponed)
+    postponed.finish(run)
+    torch.testing.assert_close(got_x, want_x.float(), rtol=1e-5, atol=1e-5 * float(want_x.abs().max()))
+    for name, grad in want.items():
+        got = model.get_parameter(name).grad
+        torch.testing.assert_close(got, grad.float(), rtol=1e-5, atol=1e-5 * float(grad.abs().max()), msg=name)
 
 
 def test_several_micro_batches_wait_at_once_and_add_up() -> None:
