@@ -37,6 +37,7 @@ class Accumulation:
         params: those whose gradients may be added at once.
         touch: where gradients always exist (and are zero before the first), the engine's hook on each parameter, which
             is called with it after autograd has added to it; it is called here, too.
+        hooks: how many hooks the engine has on each parameter besides, all of which may be left out.
 
     Attributes:
         repeats: whether more than one backward of the coming step adds to a gradient. Where the first makes it and is
@@ -44,10 +45,11 @@ class Accumulation:
     """
 
     def __init__(
-        self, params: Iterable[nn.Parameter], touch: Callable[[Tensor], None] | None = None
+        self, params: Iterable[nn.Parameter], touch: Callable[[Tensor], None] | None = None, *, hooks: int = 0
     ) -> None:
         self._params = [p for p in params if type(p) is nn.Parameter]
         self._touch = touch
+        self._hooks = hooks + (touch is not None)
         self.repeats = True
         self._backward = -1
         for param in self._params:
@@ -65,9 +67,8 @@ class Accumulation:
     def allows(self, param: Tensor) -> bool:
         """Whether it pays, and nobody but the engine watches what autograd does to the gradient of `param`."""
         hooks: Any = param._post_accumulate_grad_hooks
-        if self._touch is None:
-            return self.repeats and not hooks and not param._backward_hooks
-        return len(hooks) == 1 and not param._backward_hooks
+        watched = param._backward_hooks or (len(hooks) if hooks else 0) != self._hooks
+        return not watched and (self.repeats or self._touch is not None)
 
     @contextmanager
     def during(self, loss: Tensor) -> Iterator[None]:

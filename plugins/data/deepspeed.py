@@ -30,6 +30,8 @@ from parallax.plugins.data.deepspeed_shards import PartitionedStates, Partitione
 from parallax.plugins.data.deepspeed_traffic import counted
 from parallax.plugins.data.state import cloned, load_tensors, trained_names
 from parallax.plugins.data.zero_traffic import add_sharded
+from parallax.strategies.accumulating import accumulate_in, restore
+from parallax.strategies.accumulation import Accumulation
 from parallax.strategies.layout import Layout
 from parallax.strategies.mesh import Mesh
 from parallax.strategies.precision import LossScale
@@ -84,6 +86,7 @@ class DeepSpeedEngine(DataEngine):
         self.open_step: ExitStack | None = None
         self.device = next((p.device for p in module.parameters()), torch.device("cpu"))
         self.trained: dict[str, nn.Parameter] = {}
+        self.accumulation = None
         if optimizer is None:
             return
         check_optimizer(optimizer)
@@ -120,6 +123,10 @@ class DeepSpeedEngine(DataEngine):
         self.shards: Shards = kind(zero, lambda p: self.mesh["edp" if p in self.experts.params else "data"])
         self.overflow = False
         running.own_norm(zero, lambda: torch.tensor(-1.0 if self.overflow else 0.0))
+        if layout.zero_stage < 3 and not zero.use_grad_accum_attribute:  # else it takes gradients away as they come
+            # DeepSpeed's hook on a parameter reduces, and reductions are held back until all backwards are over.
+            self.accumulation = Accumulation(self.trained.values(), hooks=1)
+            self.accumulating = accumulate_in(self.module)
         if layout.zero_stage == 3:
             running.scope_trace(zero, self.mesh["data"], traced=self._gathers_ahead(layout))
 
@@ -148,7 +155,8 @@ class DeepSpeedEngine(DataEngine):
 
     def backward(self, loss: Tensor) -> None:
         self._open()
-        with running.unwound_recompute(self.engine.optimizer), counted(self.mesh):
+        adding = nullcontext() if self.accumulation is None else self.accumulation.during(loss)
+        with adding, running.unwound_recompute(self.engine.optimizer), counted(self.mesh):
             self.engine.backward(loss, scale_wrt_gas=False)
 
     def _open(self) -> ExitStack:
@@ -256,6 +264,9 @@ class DeepSpeedEngine(DataEngine):
         """
         if self.engine is None:
             return
+        if self.accumulation is not None:
+            restore(self.accumulating)
+            self.accumulation.release()
         if self.open_step is not None:  # an interrupted step: without gradients closing it sends nothing
             for param in self.step_module.parameters():
                 param.grad = None

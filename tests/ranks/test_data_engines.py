@@ -479,6 +479,10 @@ def _whole_gradients_until_reduce(rank: int, world: int, stage: int) -> None:
     """Between backward and reduce `param.grad` is this rank's own sum, whole: plugins complete it there."""
     mesh, module, reference = mesh_of(rank, stage, dp=world), net(torch.float64), net(torch.float64)
     engine = cases.make_engine(stage, module, adamw(module), mesh)
+    at_once: list[Any] = []
+    if engine.accumulation is not None:
+        plain = engine.accumulation.added
+        engine.accumulation.added = lambda p: (at_once.append(p), plain(p))  # type: ignore[assignment, func-returns-value]
     for micro in range(2):
         cases.loss_of(reference, *cases.batch(0, rank, micro, torch.float64)).backward()
         engine.backward(engine.forward(cases.loss_of, module, *cases.batch(0, rank, micro, torch.float64)))
@@ -488,6 +492,7 @@ def _whole_gradients_until_reduce(rank: int, world: int, stage: int) -> None:
             assert p.grad is not None
             cases.near(p.grad, want, 1e-9, name)
             p.grad.mul_(2.0)
+    assert sum(p is module.last.weight for p in at_once) == (2 if stage < 3 else 0), "by the product that makes it"
     engine.reduce()
     own = reference.last.weight.grad
     assert own is not None
