@@ -12,6 +12,7 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.strategies import DDPStrategy
+from saved import SavedActivations
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 from work import Cost, Work, build, global_batch, loss_fn, mean_over_ranks, optimizer, over_ranks
@@ -43,18 +44,32 @@ class Lit(L.LightningModule):
 
 
 class Stopwatch(L.Callback):
-    """Seconds of each step after `warmup`, the logged losses of all of them, and what they cost."""
+    """Seconds of each step after `warmup`, the logged losses of all of them, and what they cost.
 
-    def __init__(self, warmup: int) -> None:
-        self.warmup, self.last = warmup, 0.0
-        self.cost, self.spent = Cost(), {"memory": [0.0], "cpu": 0.0}
+    A last step, which is in none of these, says what is kept for backwards.
+    """
+
+    def __init__(self, warmup: int, steps: int) -> None:
+        self.warmup, self.counted, self.last = warmup, warmup + steps, 0.0
+        self.cost, self.stopped = Cost(), (0.0, 0.0)
+        self.saved: SavedActivations | None = None
+        self.spent: dict[str, Any] = {}
         self.seconds: list[float] = []
         self.losses: list[float] = []
 
     def on_train_start(self, *_: Any) -> None:
         self.cost.start()
 
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step == self.counted:
+            self.stopped = self.cost.stop()
+            self.saved = SavedActivations()
+            self.saved.__enter__()
+
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if self.saved is not None:
+            self.saved.__exit__()
+            return
         self.losses.append(float(trainer.callback_metrics["loss"]))
         now = time.perf_counter()
         if trainer.global_step > self.warmup:
@@ -62,7 +77,8 @@ class Stopwatch(L.Callback):
         self.last = now
 
     def on_train_end(self, trainer: L.Trainer, *_: Any) -> None:
-        self.spent = over_ranks(self.cost.stop())
+        assert self.saved is not None
+        self.spent = over_ranks(self.stopped, self.saved.peak / 2**20)
         self.losses = mean_over_ranks(self.losses)
 
 
@@ -74,12 +90,12 @@ def run_trainer(
         strategy: Any = DDPStrategy(process_group_backend="gloo")
     else:
         strategy = parallax.ParallaxStrategy(kind.removeprefix("parallax:"))
-    watch = Stopwatch(warmup)
+    watch = Stopwatch(warmup, steps)
     trainer = L.Trainer(
         accelerator="cpu",
         devices=world,
         strategy=strategy,
-        max_steps=warmup + steps,
+        max_steps=warmup + steps + 1,
         callbacks=[watch],
         use_distributed_sampler=False,  # the loader above deals the batch out itself
         logger=False,
@@ -87,5 +103,5 @@ def run_trainer(
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(Lit(work, warmup + steps))
+    trainer.fit(Lit(work, warmup + steps + 1))
     return watch.seconds, watch.losses, watch.spent, trainer.is_global_zero

@@ -6,9 +6,10 @@
     python benchmarks/pipeline.py --save                  # also benchmarks/results/<date>-pipeline.json
 
 Comparisons run as in `step_time.py`: the same work, rounds alternate, the ratio is Parallax over peer. Beside the time
-there are processor seconds of all ranks, which a busy machine changes less, and the peak memory of the worst rank on
-top of its model. Bubbles are measured with layers that sleep (`pipeline_worker.py`), so that stages need no core of
-their own, and predicted by the simulator from the mean measured time of each action.
+there are processor seconds of all ranks, which a busy machine changes less; the most that autograd of the worst rank
+keeps at once (`saved.py`, in a step of its own); and the peak of its resident memory on top of its model. Bubbles are
+measured with layers that sleep (`pipeline_worker.py`), so that stages need no core of their own, and predicted by the
+simulator from the mean measured time of each action.
 """
 
 from __future__ import annotations
@@ -48,12 +49,16 @@ def row(result: dict[str, Any]) -> str:
     """One line of the table of comparisons."""
     times = [[s for part in result[f"{side}_seconds"] for s in part] for side in ("peer", "parallax")]
     cpu = statistics.median(o / p for p, o in zip(result["peer_cpu"], result["parallax_cpu"], strict=True))
-    peaks = [statistics.median(max(ranks) for ranks in result[f"{side}_memory"]) for side in ("peer", "parallax")]
+    kept, resident = (
+        [statistics.median(max(ranks) for ranks in result[f"{side}_{what}"]) for side in ("peer", "parallax")]
+        for what in ("kept", "memory")
+    )
     ratios = result["ratios"]
     return (
         f"| {result['comparison']} | {result['peer']} | {spread(times[0])} | {result['parallax']} | {spread(times[1])} "
         f"| {statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f}) | {cpu:.2f} "
-        f"| {peaks[1] / peaks[0]:.2f} ({peaks[1]:.0f}/{peaks[0]:.0f} MiB) | {result['loss_gap']:.1e} |"
+        f"| {kept[1] / kept[0]:.2f} ({kept[1]:.1f}/{kept[0]:.1f} MiB) "
+        f"| {resident[1] / resident[0]:.2f} ({resident[1]:.0f}/{resident[0]:.0f} MiB) | {result['loss_gap']:.1e} |"
     )
 
 
@@ -97,8 +102,11 @@ def main() -> int:
     comparisons = [name for name in options.only if name != "bubble"]
     results, bubbles = [], []
     if comparisons:
-        print("| comparison | peer | its step, ms | Parallax | its step, ms | time | processor | memory | loss gap |")
-        print("|---|---|---|---|---|---|---|---|---|", flush=True)
+        print(
+            "| comparison | peer | its step, ms | Parallax | its step, ms | time | processor | activations | resident "
+            "| loss gap |"
+        )
+        print("|---|---|---|---|---|---|---|---|---|---|", flush=True)
     for name in comparisons:
         results.append(compare(name, COMPARISONS[name], options))
         print(row(results[-1]), flush=True)

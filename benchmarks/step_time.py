@@ -123,6 +123,8 @@ def compare(name: str, sides: tuple[int, str, str], options: argparse.Namespace)
         "loss_gap": max(gaps),
         "peer_memory": [p["memory"] for p, _ in rounds],
         "parallax_memory": [o["memory"] for _, o in rounds],
+        "peer_kept": [p["kept"] for p, _ in rounds],
+        "parallax_kept": [o["kept"] for _, o in rounds],
         "peer_cpu": [p["cpu"] for p, _ in rounds],
         "parallax_cpu": [o["cpu"] for _, o in rounds],
     }

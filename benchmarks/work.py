@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from saved import SavedActivations
 from torch import Tensor, nn
 
 
@@ -166,6 +167,14 @@ def measure(step: Callable[[], float | None], warmup: int, steps: int) -> tuple[
     return seconds, losses
 
 
+def kept_by(step: Callable[[], Any]) -> float:
+    """MiB that one more `step` keeps for its backwards."""
+    saved = SavedActivations()
+    with saved:
+        step()
+    return saved.peak / 2**20
+
+
 class Cost:
     """Peak memory and processor seconds of this process, from `start` on.
 
@@ -189,10 +198,12 @@ def _status(key: str) -> float:
     return 0.0
 
 
-def over_ranks(cost: tuple[float, float]) -> dict[str, Any]:
-    """Memory of each rank, processor seconds of all. Collective."""
-    everyone: list[tuple[float, float]] = [cost]
+def over_ranks(cost: tuple[float, float], kept: float) -> dict[str, Any]:
+    """Memory of each rank, processor seconds of all, what each rank kept for backwards. Collective."""
+    mine = (*cost, kept)
+    everyone: list[tuple[float, float, float]] = [mine]
     if dist.is_initialized():
-        everyone = [cost] * dist.get_world_size()
-        dist.all_gather_object(everyone, cost)
-    return {"memory": [memory for memory, _ in everyone], "cpu": sum(cpu for _, cpu in everyone)}
+        everyone = [mine] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine)
+    memory, cpu, kepts = (list(each) for each in zip(*everyone, strict=True))
+    return {"memory": memory, "cpu": sum(cpu), "kept": kepts}

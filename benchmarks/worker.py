@@ -14,7 +14,7 @@ from dataclasses import fields
 import torch.distributed as dist
 from peers import PEERS
 from peers_pipeline import PIPELINES
-from work import Cost, Work, mean_over_ranks, measure, over_ranks
+from work import Cost, Work, kept_by, mean_over_ranks, measure, over_ranks
 
 MARK = "RESULT "
 
@@ -30,7 +30,8 @@ def main(side: str, warmup: int, steps: int, sizes: dict[str, int]) -> None:
         step = peers[side](work)
         cost.start()
         seconds, losses = measure(step, warmup, steps)
-        spent = over_ranks(cost.stop())
+        stopped = cost.stop()
+        spent = over_ranks(stopped, kept_by(step))
         losses = mean_over_ranks(losses)
         speaks = world == 1 or dist.get_rank() == 0
     else:
