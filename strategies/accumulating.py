@@ -56,8 +56,9 @@ class _Product(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)  # a frozen weight needs no input
         ctx.weight, ctx.transposed = weight, transposed  # what is saved may come back as a copy
+        ctx.shape = x.shape
         if x.dtype is not weight.dtype and is_autocast(x):
             # Cast here: autocast would keep its copy, which has no history, for whoever reads the weight next.
             weight = weight.detach().to(x.dtype)
@@ -66,14 +67,15 @@ class _Product(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         x, used = ctx.saved_tensors
-        shape, transposed = x.shape, ctx.transposed
+        shape, transposed = ctx.shape, ctx.transposed
         for_x, for_weight, for_bias, _ = ctx.needs_input_grad
         if len(shape) > 2:
-            grad, x = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, shape[-1])
+            grad = grad.reshape(-1, grad.shape[-1])
+            x = None if x is None else x.reshape(-1, shape[-1])
         of_x = of_weight = None
         if for_x:
-            if used.dtype is not x.dtype:
-                used = used.to(x.dtype)
+            if used.dtype is not grad.dtype:
+                used = used.to(grad.dtype)
             of_x = product(grad, used.t() if transposed else used).view(shape)
         if for_weight:
             of_weight = weight_gradient(ctx.weight, *((x.t(), grad) if transposed else (grad.t(), x)))

@@ -119,3 +119,21 @@ def test_products_in_blocks(n: int) -> None:
     strided = torch.empty(20, n).t()
     multiply(x, w.t().contiguous().t(), strided)
     torch.testing.assert_close(strided, product, rtol=1e-5, atol=1e-5 * 33**0.5)
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_the_input_of_a_frozen_weight_is_not_kept(trained: bool) -> None:
+    layer, x = nn.Linear(64, 48), torch.randn(512, 64, requires_grad=True)
+    layer.weight.requires_grad_(trained)
+    kept: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        out = linear(x.clone(), layer.weight, layer.bias)
+    assert sum(tensor.shape == x.shape for tensor in kept) == trained
+    out.sum().backward()
+    assert x.grad is not None and (layer.weight.grad is not None) is trained
+    torch.testing.assert_close(x.grad, layer.weight.detach().sum(0).expand(512, 64))
