@@ -51,8 +51,8 @@ def convert(
     comm = mesh["tp"]
     streams = Streams(comm.index)
     sequence = Sequence(comm, streams) if trunk is not None else None
-    # where stages or ZeRO-3's hooks stand between embedding and layers, they get the sum
-    enters = trunk is not None and mesh.layout.pipeline_parallel_size == 1 and mesh.layout.zero_stage < 3
+    # where hooks of ZeRO-3 stand between embedding and layers, they get the sum
+    enters = trunk is not None and mesh.layout.zero_stage < 3
     siblings: dict[str, list[Target]] = {}
     done: set[object] = set()
     for target in targets.values():

@@ -148,9 +148,8 @@ def _add_call(sums: _Sums, target: Target, call: Call, *, is_head: bool) -> None
 
 
 def _enters(sums: _Sums, seen: Seen) -> bool:
-    """Whether the first layer reads just this tensor; stages of a pipeline and ZeRO-3's hooks are given its sum."""
-    layout = sums.case.layout
-    if sums.trunk is None or layout.zero_stage == 3 or layout.pipeline_parallel_size > 1:
+    """Whether the first layer reads just this tensor; ZeRO-3's hooks are given its sum."""
+    if sums.trunk is None or sums.case.layout.zero_stage == 3:
         return False
     return any(call.hidden.number == seen.number for _, call in _called(sums.case, f"{sums.trunk.layers}.0"))
 
