@@ -34,7 +34,7 @@ CASES: dict[int, list[tuple[str, str, torch.dtype]]] = {
         ("llama", "cp4 ring", EXACT),
         ("llama", "cp4 hybrid inner2", EXACT),
         ("llama", "tp2 cp2 ulysses", EXACT),
-        ("llama", "pp2 cp2 gpipe mb4", EXACT),
+        ("llama", "pp2 cp2 interleaved_1f1b v2 mb4", EXACT),
         ("llama", "pp2 cp2 zb_h1 mb4", EXACT),
         ("plain", "pp2 cp2 zb_v mb4", EXACT),
         ("llama", "cp2 dp2 zero3", EXACT),
@@ -49,6 +49,13 @@ CASES: dict[int, list[tuple[str, str, torch.dtype]]] = {
     ],
 }
 RECOMPUTED = "cp2 dp2"
+SCHEDULES = ("gpipe", "1f1b", "looped_bfs v2", "zb_h2", "v_half", "v_min", "dualpipe_v")
+"""Those that are not among the cases."""
+
+
+def every_schedule(rank: int, world: int) -> list[Any]:
+    layouts = (f"pp2 cp2 {schedule} mb4" for schedule in SCHEDULES)
+    return [harness.train_rank(rank, world, "llama", EXACT, layout, {}) for layout in layouts]
 
 
 def all_cases(rank: int, world: int) -> Any:
@@ -79,3 +86,11 @@ def test_equals_one_process(n: int, case: tuple[str, str, torch.dtype], runs: An
 def test_activation_recomputation_changes_nothing(runs: Any, references: Any) -> None:
     want = references("llama", EXACT)
     assert_equal([result[RECOMPUTED] for result in runs[4]], want, zero_in_theory(want), TOLERANCE[EXACT])
+
+
+@pytest.mark.all_layouts
+@pytest.mark.limit(300)
+def test_every_schedule_equals_one_process(references: Any) -> None:
+    want = references("llama", EXACT)
+    for ranks in zip(*run_ranks(4, every_schedule, timeout=200), strict=True):
+        assert_equal(list(ranks), want, zero_in_theory(want), TOLERANCE[EXACT])

@@ -60,6 +60,11 @@ def flattened() -> dict[str, Tensor]:
     }
 
 
+def shifted_before() -> dict[str, Tensor]:
+    """Targets the data brings shifted, which are not what the labels shift to; the last token has one too."""
+    return text(13) | {"shift_labels": labels_of(ids(13, seed=6))}
+
+
 def hf(name: str) -> Callable[[], nn.Module]:
     return lambda: build(name, torch.float32)
 
@@ -273,6 +278,7 @@ CASES: dict[str, Case] = {
     "divided_by_tokens": Case(plain(Nano), lambda: [ids(18), ids(18, seed=3)], divided_by_tokens, 1e-9),
     "per_token": Case(plain(Nano), lambda: ids(13), per_token, 1e-9),
     "torch_layers": Case(plain(Layers), lambda: padded(13, False), layered, 1e-9),
+    "shift_labels": Case(hf("gpt2"), shifted_before, call),
 }
 
 

@@ -15,7 +15,9 @@ import parallax
 from parallax.plugins.context.refusals import check_model
 from parallax.plugins.context.routing import Routed, paused
 from parallax.plugins.context.sequence import CutSequence
+from parallax.strategies import recompute
 from parallax.strategies.comm import AxisComm, Ledger
+from parallax.strategies.layout import Layout
 
 TOKENS, ROWS = 10, 3  # padded to 12 over 2 ranks in zigzag order: rank 1 holds 3..8, rank 0 holds 0..2 and 9..11
 
@@ -227,6 +229,12 @@ def test_models_that_cannot_be_followed_are_refused(name: str) -> None:
     make, message = MODELS[name]
     with pytest.raises(ValueError, match=message):
         check_model(make())
+
+
+def test_recomputing_scores_that_are_not_kept_is_refused() -> None:
+    layout = Layout(context_parallel_size=2, recompute="selective").resolve(2)
+    with pytest.raises(ValueError, match="recompute=selective has nothing to recompute under context parallelism"):
+        recompute.check(layout, nn.Linear(2, 2))
 
 
 @pytest.mark.parametrize(("kind", "head"), [("Llama", "ForCausalLM"), ("Gemma2", "ForCausalLM"), ("Qwen3", "Model")])
