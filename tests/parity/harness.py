@@ -5,6 +5,7 @@ It is: the code the ranks run and the assembly of what they return. It is not: t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -44,13 +45,25 @@ class Lit(LightningModule):
 
 
 def loader(
-    name: str, data_size: int = 1, data_index: int = 0, *, steps: int = STEPS, size: int = BATCH
+    name: str,
+    data_size: int = 1,
+    data_index: int = 0,
+    *,
+    steps: int = STEPS,
+    size: int = BATCH,
+    last: Sequence[int] = (),
 ) -> DataLoader[Any]:
-    """This data rank's share of the reference's batches, in their order (Lightning's sampler would shuffle)."""
-    each = size // data_size
-    mine = range(data_index * each, (data_index + 1) * each)
-    rows = [{k: v[i] for k, v in batch.items()} for batch in samples(name, steps, size=size) for i in mine]
-    return DataLoader(rows, batch_size=each)  # type: ignore[arg-type]
+    """This data rank's share of the reference's batches, in their order (Lightning's sampler would shuffle).
+
+    `last`: rows of the last batch on each data rank, where it is not spread evenly.
+    """
+    even = [size // data_size] * data_size
+    rows = [{k: v[i] for k, v in batch.items()} for batch in samples(name, steps, size=size) for i in range(size)]
+    mine = []
+    for at, counts in enumerate([even] * (steps - 1) + [list(last) or even]):
+        start = at * size + sum(counts[:data_index])
+        mine.append(list(range(start, start + counts[data_index])))
+    return DataLoader(rows, batch_sampler=mine)  # type: ignore[arg-type]
 
 
 class Watch(Callback):
@@ -89,12 +102,13 @@ def train_rank(
     size: int = BATCH,
     accumulate: int = 1,
     experts: str | None = None,
+    last: Sequence[int] = (),
 ) -> Any:
     """One rank's training. Returns its `Run`, how each of its tensors sits in the whole one, and the final loss scale.
 
     `options` go to the strategy; `scale` is the first loss scale of 16-mixed; `recompute` turns on activation
     recomputation as transformers does it; `steps`, `size` and `accumulate` are the reference's; `experts` is how
-    transformers' experts are computed, when not as the model was built.
+    transformers' experts are computed, when not as the model was built; `last` is the loader's.
     """
     strategy = ParallaxStrategy(layout, cluster_environment=Given(rank, world), **options)
     watch = Watch()
@@ -118,7 +132,7 @@ def train_rank(
         plugin.scale.value = scale
     module = Lit(name, dtype, recompute, experts)
     sizes = strategy.requested_layout.resolve(world).axis_sizes()
-    trainer.fit(module, loader(name, sizes["dp"], coordinates(rank, sizes)["dp"], steps=steps, size=size))
+    trainer.fit(module, loader(name, sizes["dp"], coordinates(rank, sizes)["dp"], steps=steps, size=size, last=last))
     names = [n for n, _ in module.named_parameters()]
     watch.run.weights = {n: strategy.engine.data.full_param(n).detach().clone() for n in names}
     shards = {n: strategy.shard_of(n) for n in names}

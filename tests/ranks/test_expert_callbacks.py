@@ -6,6 +6,7 @@ Also what a sweep's record keeps of it.
 from __future__ import annotations
 
 import json
+import math
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,9 @@ from tests.procs import run_ranks
 
 MODEL, RATE, EXPERTS, TOP_K, HIDDEN, FP64 = "deepseek_v3", 0.05, 8, 2, 32, 8
 LAYOUTS = ["dp2 ep2", "pp2 mb2", "tp2"]
+DROPPING, FACTOR = "dp2 ep2, capacity", 0.75
+RUNS: dict[str, tuple[str, dict[str, Any]]] = {layout: (layout, {}) for layout in LAYOUTS}
+RUNS[DROPPING] = "dp2 ep2", {"expert_capacity_factor": FACTOR}
 LAYERS = ["model.model.layers.2.mlp.experts", "model.model.layers.3.mlp.experts"]
 
 
@@ -44,21 +48,21 @@ class Record(Callback):
 
 def train(rank: int, world: int, picture: str) -> dict[str, Any]:
     out = {}
-    for layout in LAYOUTS:
+    for name, (layout, options) in RUNS.items():
         record, load = Record(), ExpertLoad(every=1, heat_map=picture)
-        strategy = ParallaxStrategy(layout, cluster_environment=Given(rank, world))
+        strategy = ParallaxStrategy(layout, cluster_environment=Given(rank, world), **options)
         trainer = Trainer(
             strategy=strategy, accelerator="cpu", devices=world, precision="64-true", max_epochs=1, logger=False,
             enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
             gradient_clip_val=reference.CLIP, use_distributed_sampler=False,
-            callbacks=[ExpertBiasBalance(RATE), load, record, RunRecord(Path(picture).parent / layout, 8 * SEQ)],
+            callbacks=[ExpertBiasBalance(RATE), load, record, RunRecord(Path(picture).parent / name, 8 * SEQ)],
         )  # fmt: skip
         sizes = strategy.requested_layout.resolve(world).axis_sizes()
         with KeepDouble():
             module = Lit(MODEL, torch.float64)
             trainer.fit(module, loader(MODEL, sizes["dp"], coordinates(rank, sizes)["dp"]))
         strategy.close()
-        out[layout] = record.logged, record.biases, load.loads
+        out[name] = record.logged, record.biases, load.loads
     return out
 
 
@@ -130,6 +134,24 @@ def test_every_rank_logs_the_load_of_all_ranks_and_stages(layout: str, ranks: An
                 assert values[f"expert_load/{layer}/bytes"] == float(rows)
             assert right.sum() == 8 * SEQ * TOP_K
             assert values["expert_load/imbalance"] == pytest.approx(max(float(r.max() / r.mean()) for r in want))
+
+
+def test_choices_beyond_the_capacity_are_counted(ranks: Any) -> None:
+    """In the first layer with experts, whose tokens no earlier one has changed: each data rank has half of them."""
+    model: Any = build(MODEL, torch.float64)
+    seen: list[Tensor] = []
+    model.model.layers[2].mlp.gate.register_forward_hook(lambda module, args, out: seen.append(out[2]))
+    with KeepDouble(), torch.no_grad():
+        model(samples(MODEL)[0]["input_ids"])
+    room = math.ceil(FACTOR * 4 * SEQ * TOP_K / EXPERTS)
+    chosen = [torch.bincount(half.flatten(), minlength=EXPERTS) for half in seen[0].chunk(2)]
+    kept = sum(each.clamp(max=room) for each in chosen)
+    assert 0 < kept.sum() < 8 * SEQ * TOP_K
+    for rank in ranks[0]:
+        (values, *_), _, ((load, _), *_) = rank[DROPPING]
+        assert load.tolist() == kept.tolist()
+        assert values[f"expert_load/{LAYERS[0]}/dropped"] == pytest.approx(1 - float(kept.sum()) / (8 * SEQ * TOP_K))
+        assert values[f"expert_load/{LAYERS[0]}/bytes"] == float(kept.sum() * HIDDEN * FP64 * 4)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
