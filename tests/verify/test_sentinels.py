@@ -17,30 +17,39 @@ from tests.procs import run_ranks
 
 
 class Corrupt(Callback):
-    """Changes one weight on the last rank after step 2, as a bad memory cell would."""
+    """Changes one number on a rank after step 2, as a bad memory cell would: of a weight, or with `state` of what the
+    optimizer keeps for it, or without a name of the batch."""
 
-    def __init__(self, name: str, rank: int) -> None:
-        self._name, self._rank = name, rank
+    def __init__(self, name: str, rank: int, state: str) -> None:
+        self._name, self._rank, self._state = name, rank, state
+
+    def _now(self, trainer: Any) -> bool:
+        return bool(trainer.global_step == 2 and trainer.strategy.mesh.rank == self._rank)
 
     def on_before_zero_grad(self, trainer: Any, module: Any, optimizer: Any) -> None:
-        if trainer.global_step == 2 and trainer.strategy.mesh.rank == self._rank:
+        if self._now(trainer) and self._name:
+            param = dict(module.named_parameters())[self._name]
             with torch.no_grad():
-                dict(module.named_parameters())[self._name].view(-1)[0] += 1e-3
+                (optimizer.state[param][self._state] if self._state else param).view(-1)[0] += 1e-3
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
+        if self._now(trainer) and not self._name:
+            batch["ids"][0, 0] ^= 1
 
 
-def watched(rank: int, world: int, layout: str, name: str | None) -> Any:
+def watched(rank: int, world: int, layout: str, name: str | None, model: str = "plain", state: str = "") -> Any:
     strategy = ParallaxStrategy(layout, cluster_environment=Given(rank, world))
     callbacks: list[Callback] = [ReplicaSentinel(every=1)]
     if name is not None:
-        callbacks.insert(0, Corrupt(name, world - 1))
+        callbacks.insert(0, Corrupt(name, world - 1, state))
     trainer = Trainer(
         strategy=strategy, accelerator="cpu", devices=world, max_steps=4, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False, callbacks=callbacks,
     )  # fmt: skip
-    module = Lit("plain", torch.float32)
+    module = Lit(model, torch.float32)
     sizes = strategy.requested_layout.resolve(world).axis_sizes()
     try:
-        trainer.fit(module, loader("plain", sizes["dp"], coordinates(rank, sizes)["dp"]))
+        trainer.fit(module, loader(model, sizes["dp"], coordinates(rank, sizes)["dp"]))
     except ReplicaDrift as error:
         return str(error)
     return trainer.global_step
@@ -53,6 +62,9 @@ def cases(rank: int, world: int) -> list[Any]:
         watched(rank, world, "dp2 zero1", None),
         watched(rank, world, "dp2", "model.layers.1.up.weight"),
         watched(rank, world, "tp2 sp0", "model.layers.0.norm1.weight"),
+        watched(rank, world, "dp2", "model.layers.1.up.weight", state="exp_avg"),
+        watched(rank, world, "tp2 sp0", ""),
+        watched(rank, world, "pp2", "model.lm_head.weight", model="gpt2"),
     ]
 
 
@@ -60,8 +72,14 @@ def cases(rank: int, world: int) -> list[Any]:
 def test_drift_is_named_with_ranks_and_steps() -> None:
     for found in run_ranks(2, cases, timeout=100):
         assert found[:3] == [4, 4, 4]
-        for text, name, group in ((found[3], "layers.1.up.weight", "data"), (found[4], "layers.0.norm1.weight", "tp")):
-            assert f"model.{name} on rank(s) [1] from rank 0 (group '{group}')" in text
+        for text, name, group in (
+            (found[3], "model.layers.1.up.weight", "data"),
+            (found[4], "model.layers.0.norm1.weight", "tp"),
+            (found[5], "model.layers.1.up.weight (exp_avg)", "data"),
+            (found[6], "batch tensor 0", "model"),
+            (found[7], "tied weight of shape (61, 32)", "tie"),
+        ):
+            assert f"{name} on rank(s) [1] from rank 0 (group '{group}')" in text
             assert "(they agreed after step 2)" in text or "(they agreed after step 1)" in text
 
 
