@@ -96,4 +96,10 @@ def find_shared(block: nn.Module, experts: str) -> nn.Module | None:
 def find_beside(block: nn.Module, experts: str) -> Beside | None:
     """The shared expert of `find_shared`, ready to be called early."""
     shared = find_shared(block, experts)
-    return None if shared is None else Beside(block, shared)
+    return None if shared is None or not _takes_tokens_alone(shared) else Beside(block, shared)
+
+
+def _takes_tokens_alone(module: nn.Module) -> bool:
+    """Whether it can be called with tokens only; Inkling's shared experts also take what the router makes."""
+    found = inspect.signature(module.forward).parameters.values()
+    return sum(p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in found) <= 1

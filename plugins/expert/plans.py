@@ -22,7 +22,7 @@ from typing import Any
 
 from torch import nn
 
-from parallax.plugins.tensor.plans import is_foreign
+from parallax.plugins.tensor.plans import is_foreign, known_rules
 
 MODULE_WORD, PARAMETER_WORD, TENSOR_WORD = "ep_dispatch_experts", "grouped_gemm", "moe_tp_experts"
 IDENTITY_WORD = "moe_identity_expert"
@@ -61,7 +61,8 @@ def find_experts(model: nn.Module, plan: Mapping[str, str] | None = None) -> lis
     Raises:
         ValueError: a plan names a module that lacks what dispatch needs.
     """
-    ep, tp = _rules(model, "ep_plan", plan), _rules(model, "tp_plan")
+    known = {rule.pattern: rule.style for rule in known_rules(model)}
+    ep, tp = _rules(model, "ep_plan", plan), _rules(model, "tp_plan", known)
     out = []
     for fqn, module in model.named_modules():
         is_experts = _word(ep, fqn) == MODULE_WORD or _word(tp, fqn) == TENSOR_WORD

@@ -206,6 +206,19 @@ def _nemotron_h(config: Any) -> Plan:
     }
 
 
+def _inkling(config: Any) -> Plan:
+    """transformers' plan cuts gate and up, halves of one matrix, as if they were one.
+
+    Inkling's embedding norms what it looks up, and its shared experts take weights of the router: both stay whole.
+    """
+    shared = ("", ".gate_proj", ".up_proj", ".down_proj")
+    whole = ("embed_tokens", *(f"layers.*.mlp.shared_experts{part}" for part in shared))
+    return {
+        "layers.*.mlp.experts.gate_up_proj": "packed_colwise",
+        **dict.fromkeys(whole if config.model_type == "inkling_text" else (), "replicate"),
+    }
+
+
 def _doge(config: Any) -> Plan:
     reason = "the plan of transformers gives every rank the dynamic mask of all heads"
     return {"layers.*.self_attn.dt_proj": f"refused: {reason}"}
@@ -220,12 +233,8 @@ def _refused(pattern: str, reason: str) -> Callable[[Any], Plan]:
     return lambda config: {pattern: f"refused: {reason}"}
 
 
-_HALVES = "the plan of transformers cuts gate and up, halves of one matrix, as if they were one"
 _COPIES = "these experts take tokens that were copied for each of them, not which token goes to which"
 _REFUSED: dict[str, Callable[[Any], Plan]] = {
-    **dict.fromkeys(
-        ("inkling_text", "inkling2_text", "inkling2_loop_text"), _refused("layers.*.mlp.experts.gate_up_proj", _HALVES)
-    ),
     "llama4_text": _refused("model.layers.*.feed_forward.experts", _COPIES),  # its base has another name than it says
 }
 
@@ -259,6 +268,7 @@ KNOWN_PLANS: Mapping[str, Callable[[Any], Plan]] = MappingProxyType(
         "nemotron_h": _nemotron_h,
         "diffllama": _diffllama,
         "dory": _dory,
+        **dict.fromkeys(("inkling_text", "inkling2_text", "inkling2_loop_text"), _inkling),
         **_REFUSED,
         **dict.fromkeys(("olmo2", "olmo3", "olmoe", "flex_olmo", "minimax_m2", "olmo_hybrid"), _wide_norms),
         **dict.fromkeys(("deepseek_v3", "axk1", "sarvam_mla", "youtu"), _latent),

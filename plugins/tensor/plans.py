@@ -106,7 +106,7 @@ def collect_rules(model: nn.Module, plan: Mapping[str, str] | None = None) -> li
         strict = base is None or not isinstance(module, base)
         found = [Rule(_join(fqn, p), s, owner, strict) for p, s in carried.items()]
         (rules if strict else carried_by_hf).extend(found)
-    rules += [rule for fqn, module in hf_models(model) for rule in _known_rules(fqn, module)]
+    rules += known_rules(model)
     rules += carried_by_hf
     for fqn, module in hf_models(model):
         rules += _embedding_rules(model, module)
@@ -117,6 +117,11 @@ def collect_rules(model: nn.Module, plan: Mapping[str, str] | None = None) -> li
     if not rules:
         raise ValueError(f"{type(model).__name__} has no tensor-parallel plan and is no known type; {HOW_TO}")
     return rules
+
+
+def known_rules(model: nn.Module) -> list[Rule]:
+    """Those of the table of known models."""
+    return [rule for fqn, module in hf_models(model) for rule in _known_rules(fqn, module)]
 
 
 def _known_rules(fqn: str, module: nn.Module) -> list[Rule]:
