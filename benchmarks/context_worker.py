@@ -38,15 +38,15 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Silent(AxisComm):
-    """A group whose calls send nothing; what they fill is finite, so that it costs what real numbers cost."""
+    """A group whose calls send nothing; what they fill is copied from what they would send, since kernels take longer
+    for what memory happens to hold (no numbers, or tiny ones)."""
 
     def shift(self, send: Tensor, recv: Tensor, distance: int = 1, tag: int = 0) -> InFlight:
-        if not recv.any():
-            recv.copy_(send)
+        recv.copy_(send)
         return named_work(_Done(), self, "shift")
 
     def all_to_all_into(self, out: Tensor, tensor: Tensor, *_: Any, **__: Any) -> None:
-        out.view(-1)[:1] = tensor.view(-1)[:1]
+        out.view(-1).copy_(tensor.view(-1))
 
 
 class _Done:
