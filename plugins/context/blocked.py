@@ -16,8 +16,11 @@ from torch import Tensor
 from parallax.plugins.context.scores import Scoring
 from parallax.strategies.products import add_product, is_faster, product
 
-ROWS, COLUMNS = 256, 512
-"""Scores of a block: half a megabyte. Columns are a multiple of rows, so that the diagonal ends with a block's last."""
+ROWS, COLUMNS = 512, 512
+"""Scores of a block: a megabyte. At a diagonal, where half a block is for nothing, it has half the rows; columns are a
+multiple of them, so that the diagonal ends with a block's last column."""
+SMALLEST_DIM = 32
+"""Of a head: below, products are the smaller part of the work, and torch's kernel has less of the other."""
 
 
 class Blocked:
@@ -28,15 +31,15 @@ class Blocked:
     multiple = 1
 
     def fits(self, q: Tensor, biased: bool, softcap: float | None) -> bool:
-        return not biased and softcap is None and q.shape[2] >= 2 * ROWS and is_faster(q)
+        large = q.shape[2] >= ROWS and q.shape[3] >= SMALLEST_DIM
+        return large and not biased and softcap is None and is_faster(q)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, how: Scoring) -> tuple[Tensor, Tensor]:
         out, lse = q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3])
         group, above = q.shape[1] // k.shape[1], _above_diagonal(q) if how.causal else None
         for at in _heads(q):
             of = at[0], at[1] // group
-            for start in range(0, q.shape[2], ROWS):
-                rows = slice(start, min(start + ROWS, q.shape[2]))
+            for rows in _rows(0, q.shape[2], how.causal):
                 seen = slice(rows.stop if how.causal else k.shape[2])
                 _attend(q[at][rows] * how.scale, k[of][seen], v[of][seen], above, out[at][rows], lse[at][rows])
         return out, lse
@@ -68,8 +71,13 @@ def _heads(q: Tensor) -> list[tuple[int, int]]:
     return [(sample, head) for sample in range(q.shape[0]) for head in range(q.shape[1])]
 
 
+def _rows(first: int, height: int, causal: bool) -> list[slice]:
+    each = ROWS // 2 if causal else ROWS
+    return [slice(start, min(start + each, height)) for start in range(first, height, each)]
+
+
 def _above_diagonal(q: Tensor) -> Tensor:
-    return q.new_full((ROWS, ROWS), float("-inf")).triu_(1)
+    return q.new_full((ROWS // 2, ROWS // 2), float("-inf")).triu_(1)
 
 
 def _beside(x: Tensor, column: Tensor | None = None) -> Tensor:
@@ -83,12 +91,11 @@ def _beside(x: Tensor, column: Tensor | None = None) -> Tensor:
 
 def _blocks(height: int, width: int, causal: bool) -> list[tuple[slice, slice]]:
     """Rows and columns of the blocks that hold a score, those of the same columns one after the other."""
-    blocks = []
-    for start in range(0, width, COLUMNS):
-        for top in range(start if causal else 0, height, ROWS):
-            rows = slice(top, min(top + ROWS, height))
-            blocks.append((rows, slice(start, min(start + COLUMNS, rows.stop if causal else width))))
-    return blocks
+    return [
+        (rows, slice(start, min(start + COLUMNS, rows.stop if causal else width)))
+        for start in range(0, width, COLUMNS)
+        for rows in _rows(start if causal else 0, height, causal)
+    ]
 
 
 def _attend(queries: Tensor, keys: Tensor, values: Tensor, above: Tensor | None, out: Tensor, lse: Tensor) -> None:
