@@ -110,7 +110,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--what", nargs="+", choices=WHAT, default=WHAT)
     parser.add_argument("--limit", type=float, default=500, help="seconds one row may take")
-    for size, default in (("heads", 4), ("kv_heads", 4), ("dim", 32)):
+    for size, default in (("heads", 4), ("kv_heads", 4), ("dim", 128)):
         parser.add_argument(f"--{size}", type=int, default=default)
     parser.add_argument("--save", action="store_true", help="add to benchmarks/results/<date>-context.json")
     options, load = parser.parse_args(), os.getloadavg()[0]

@@ -3,7 +3,7 @@
     python benchmarks/pipeline.py                         # everything
     python benchmarks/pipeline.py --only pp2-torch pp2-deepspeed --rounds 5
     python benchmarks/pipeline.py --only bubble           # bubbles and the gain of zero-bubble schedules
-    python benchmarks/pipeline.py --save                  # also benchmarks/results/<date>-pipeline.json
+    python benchmarks/pipeline.py --save                  # also into benchmarks/results/<date>-pipeline.json
 
 Comparisons run as in `step_time.py`: the same work, rounds alternate, the ratio is Parallax over peer. Beside the time
 there are processor seconds of all ranks, which a busy machine changes less; the most that autograd of the worst rank
@@ -95,7 +95,7 @@ def main() -> int:
     parser.add_argument("--unit", type=float, default=0.1, help="seconds a sleeping action takes")
     for size, default in (SIZES | {"layers": 8, "microbatches": 8}).items():
         parser.add_argument(f"--{size}", type=int, default=default)
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/<date>-pipeline.json")
+    parser.add_argument("--save", action="store_true", help="add to benchmarks/results/<date>-pipeline.json")
     options = parser.parse_args()
 
     load = os.getloadavg()[0]
@@ -120,8 +120,10 @@ def main() -> int:
             bubbles += found.values()
     if options.save:
         path = HERE / "results" / f"{date.today()}-pipeline.json"
+        runs = json.loads(path.read_text())["runs"] if path.exists() else []  # comparisons and bubbles take turns
         head = {"command": ["python", "benchmarks/pipeline.py", *sys.argv[1:]], "hardware": hardware() | {"load": load}}
-        path.write_text(json.dumps(head | {"results": results, "bubbles": bubbles}, indent=1) + "\n")
+        runs.append(head | {"results": results, "bubbles": bubbles})
+        path.write_text(json.dumps({"runs": runs}, indent=1) + "\n")
     wrong = [r["comparison"] for r in results if r["loss_gap"] > 1e-4 and r["peer"] not in OWN_WEIGHTS]
     if wrong:
         print(f"losses of both sides disagree in {', '.join(wrong)}: these times do not compare the same work")
