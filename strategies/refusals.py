@@ -21,12 +21,14 @@ PART = "_parallax_part_of"
 """The attribute of a module that is one rank's part: of which layout."""
 
 
-def check(module: LightningModule, *, training: bool) -> None:
-    """Refuse a module that Parallax cannot train.
+def check(module: LightningModule, *, training: bool, fresh: bool) -> None:
+    """Refuse a module that Parallax cannot train, or one new to this strategy that is a part already.
 
     Raises:
         ValueError: with the change that fixes it.
     """
+    if fresh:
+        _check_whole(module)
     if not training:
         return
     if not module.automatic_optimization:
@@ -41,12 +43,8 @@ def check(module: LightningModule, *, training: bool) -> None:
         )
 
 
-def check_whole(module: LightningModule) -> None:
-    """Refuse a module that another strategy has made its rank's part: what is cut twice is no model any more.
-
-    Raises:
-        ValueError: with the change that fixes it.
-    """
+def _check_whole(module: LightningModule) -> None:
+    """Refuse a module that another strategy has made its rank's part: what is cut twice is no model any more."""
     layout: Layout | None = vars(module).get(PART)
     if layout is None or any(p.is_meta for p in module.parameters()):  # built anew by `configure_model`
         return

@@ -204,9 +204,7 @@ class ParallaxStrategy(StepStrategy):
             self._engine.teardown()
             self._engine, self._plugins = None, self.new_plugins(self.mesh.layout)
         with self._together("the checks of the model", always=True):
-            refusals.check(self.lightning_module, training=training)
-            if fresh:
-                refusals.check_whole(self.lightning_module)
+            refusals.check(self.lightning_module, training=training, fresh=fresh)
             if training:
                 resumes = trainer.ckpt_path is not None
                 callbacks.check(trainer.callbacks, self.lightning_module, layout=self.mesh.layout, resumes=resumes)
