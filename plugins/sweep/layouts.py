@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -34,10 +35,10 @@ def layouts(world: int, sizes: Sequence[str], vary: Mapping[str, Sequence[Any]] 
     seen = set()
     vary = vary or {}
     varied = [_given(dict(zip(vary, values, strict=True))) for values in product(*vary.values())]
-    for ranks in valid_sizes(world, folded="ep" in sizes):
-        if any(size > 1 for axis, size in ranks.items() if axis not in sizes):
-            continue
-        for values in varied:
+    for values in varied:
+        for ranks in valid_sizes(world, folded="ep" in sizes, etp=values.get("expert_tensor_parallel_size")):
+            if any(size > 1 for axis, size in ranks.items() if axis not in sizes):
+                continue
             given: dict[str, Any] = {**{SHORT[axis]: size for axis, size in ranks.items()}, **values}
             try:
                 layout = normal(Layout(**given), world)
@@ -78,9 +79,10 @@ def in_words(layout: Layout) -> str:
     if auto.resolved_data_engine == layout.data_engine:
         layout = auto
     for name in OPTIONAL:
-        shorter = Layout(**{**layout.to_dict(), name: None})  # type: ignore[arg-type]
-        if name != "data_parallel_size" and shorter.resolve(layout.world_size) == layout:
-            layout = shorter
+        with suppress(ValueError):  # it does not follow: ep may fold over tp as far as etp says
+            shorter = Layout(**{**layout.to_dict(), name: None})  # type: ignore[arg-type]
+            if name != "data_parallel_size" and shorter.resolve(layout.world_size) == layout:
+                layout = shorter
     return str(layout)
 
 

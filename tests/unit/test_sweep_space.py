@@ -60,6 +60,8 @@ def test_words_lead_back_to_the_layout() -> None:
     assert count > 100
     assert in_words(normal(Layout.parse("tp2 zero1"), 8)) == "tp2 dp4 zero1"
     assert in_words(normal(Layout.parse("pp2 mb2"), 4)) == "pp2 dp2"
+    folded = [in_words(layout) for layout in layouts(2, ["tp", "ep"], {"etp": [None, 1]})]
+    assert folded == ["tp2", "tp2 etp1", "tp2 ep2 etp1"], "experts fold over tp as far as etp says"
 
 
 def test_choice_for_hydra() -> None:
