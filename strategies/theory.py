@@ -157,6 +157,7 @@ class Case:
         averaged_over: parameter -> "data" or "edp".
         stages: see `Stages`.
         sharded: whether what a pipeline hands on is this rank's share of the tokens (sequence parallelism).
+        experts: names of the experts modules that are called with shares of the tokens, and so is what scores them.
         first: whether ranks have never seen such shapes: descriptions travel once.
         step: from 0.
         groups: names of the parameters in each group of the user's optimizer.
@@ -172,6 +173,7 @@ class Case:
     averaged_over: Mapping[str, str]
     stages: Stages = Stages()
     sharded: bool = False
+    experts: frozenset[str] = frozenset()
     first: bool = False
     step: int = 0
     groups: tuple[frozenset[str], ...] = ()
@@ -212,6 +214,12 @@ class Case:
 
     def calls(self, module: nn.Module) -> list[Call]:
         return self.trace.calls.get(module, [])
+
+    def scores(self) -> set[int]:
+        """Numbers of what is computed of shares of the tokens beside experts."""
+        blocks = (self.model.get_submodule(fqn.rpartition(".")[0]) for fqn in self.experts)
+        calls = (call for block in blocks for child in block.children() for call in self.calls(child))
+        return {seen.number for call in calls for seen in call.outputs}
 
     def elements(self, fqn: str) -> int:
         """Elements of this rank's part of a parameter."""

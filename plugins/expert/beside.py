@@ -8,19 +8,12 @@ nothing is done early.
 from __future__ import annotations
 
 import inspect
-import re
 from typing import Any
 
 from torch import Tensor, nn
 
+from parallax.plugins.expert.block import find_shared
 from parallax.plugins.tensor.swap import swap
-
-_SHARED = re.compile(r"shared_(experts?|mlp)")
-
-
-def is_shared(name: str) -> bool:
-    """Whether a child of a block, by its name, is its shared expert."""
-    return _SHARED.fullmatch(name) is not None
 
 
 class Beside:
@@ -76,21 +69,6 @@ class Beside:
             self.on = False
             return None
         return out.view(*hidden.shape[:-1], out.shape[-1])
-
-
-def find_shared(block: nn.Module, experts: str) -> nn.Module | None:
-    """The shared expert that the code of `block` calls after its module named `experts`, if there is one.
-
-    Which comes first is read off the names in the compiled forward, which stand in the order of their first use.
-    """
-    code = getattr(inspect.unwrap(type(block).forward), "__code__", None)
-    names = list(code.co_names) if code is not None else []
-    if experts not in names:
-        return None
-    for name, child in block.named_children():
-        if is_shared(name) and name in names and names.index(name) > names.index(experts):
-            return child
-    return None
 
 
 def find_beside(block: nn.Module, experts: str) -> Beside | None:

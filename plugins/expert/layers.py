@@ -7,11 +7,13 @@ the router, shared experts or anything else of the mixture-of-experts block.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from parallax.plugins.expert.beside import Beside
 from parallax.plugins.expert.functions import Transit, receive, regroup, send, spread, weighted_sum
@@ -32,6 +34,8 @@ class Experts(nn.Module):
         all_experts: experts of the layer over all ranks; the module's own `num_experts` counts those here.
         capacity_factor: choices an expert takes of a rank, over the mean; None takes all.
         chunks: parts of the tokens that are dispatched one after the other, each while the one before is computed.
+        real: under sequence parallelism, where it is called with its share of the tokens already, how many of them, the
+            first, are no padding; None elsewhere.
         beside: the block's shared expert, computed during the first dispatch; None when there is none to compute then.
     """
 
@@ -42,6 +46,7 @@ class Experts(nn.Module):
     capacity_factor: float | None
     chunks: int
     beside: Beside | None
+    real: Callable[[], int] | None = None
     is_experts_share = True  # its parameters are no other plugin's
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -49,19 +54,26 @@ class Experts(nn.Module):
         hidden, weights = hidden_states.reshape(-1, shape[-1]), top_k_weights.reshape(-1, top_k_index.shape[-1])
         choices = top_k_index.reshape(-1, top_k_index.shape[-1])
         weights = weights.to(torch.promote_types(weights.dtype, hidden.dtype))  # sums of their gradients are as wide
+        if self.real is None or (real := self.real()) == len(hidden):
+            return self._shared(hidden, choices, weights, hidden).view(shape)
+        out = self._shared(hidden[:real], choices[:real], weights[:real], hidden)
+        return F.pad(out, (0, 0, 0, len(hidden) - real)).view(shape)
+
+    def _shared(self, hidden: Tensor, choices: Tensor, weights: Tensor, given: Tensor) -> Tensor:
+        """The experts' output for tokens that ranks of `shares` may have in common; `given` are all the block has."""
         if self.capacity_factor is not None:
             choices = within_capacity(choices, weights, self.all_experts, self.capacity_factor)
             weights = weights.masked_fill(choices >= self.all_experts, 0)
-        if self.shares is None:
-            return self._computed(hidden, choices, weights, hidden).view(shape)
+        if self.shares is None or self.real is not None:
+            return self._computed(hidden, choices, weights, given)
         tokens = Tokens((len(hidden),), self.shares.size)
         nobody = self.all_experts  # what padding chooses
         part = local_part(choices - nobody, tokens, self.shares.index) + nobody
-        out = self._computed(cut(hidden, tokens, self.shares), part, cut(weights, tokens, self.shares), hidden)
-        return gather(out, tokens, self.shares).view(shape)
+        out = self._computed(cut(hidden, tokens, self.shares), part, cut(weights, tokens, self.shares), given)
+        return gather(out, tokens, self.shares)
 
     def _computed(self, hidden: Tensor, choices: Tensor, weights: Tensor, given: Tensor) -> Tensor:
-        """The experts' output for this rank's tokens; `given` are all that the block has."""
+        """The experts' output for this rank's tokens."""
         if self.etp is not None:  # each rank computes a part of every expert: sum at the exit, gradients at the entry
             hidden, weights = copy_to_region(hidden, self.etp), copy_to_region(weights, self.etp)
         if self.ep.size == 1 and self.shares is None and self.capacity_factor is None:

@@ -6,6 +6,7 @@ them (`callbacks.py`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -63,14 +64,15 @@ class LoadCounter:
         self._counts = torch.zeros(len(known), max(self.experts, default=0) + 2, dtype=torch.int64, device=device)
         for fqn, module in found.items():
             row = self._counts[self.layers.index(fqn)]
-            self._hooks.append(module.register_forward_pre_hook(_counting(row, known[fqn]), with_kwargs=True))
+            if mesh.index("tp") == 0 or _real_tokens(module) is not None:  # elsewhere these tokens are counted already
+                self._hooks.append(module.register_forward_pre_hook(_counting(row, known[fqn]), with_kwargs=True))
 
     def take(self) -> Load:
-        """What was counted since the last call, over all data ranks and stages. Collective."""
+        """What was counted since the last call, over all ranks. Collective."""
         total = self._counts.clone()
         self._counts.zero_()
         self._mesh["data"].all_reduce(total)
-        self._mesh["pp"].all_reduce(total)
+        self._mesh["model"].all_reduce(total)
         return Load([row[:n] for row, n in zip(total, self.experts, strict=True)], total[:, -2], total[:, -1])
 
     def close(self) -> None:
@@ -84,6 +86,8 @@ def _counting(row: Tensor, experts: int) -> Any:
         if not torch.is_grad_enabled() or recomputing:
             return
         hidden, choices, weights, *_ = (*args, *kwargs.values())
+        real = _real_tokens(module)
+        choices, weights = (x.reshape(-1, x.shape[-1])[: real() if real else None] for x in (choices, weights))
         if (factor := getattr(module, "capacity_factor", None)) is not None:
             choices = within_capacity(choices, weights, experts, factor)
         choices = choices.detach().reshape(-1)
@@ -92,6 +96,12 @@ def _counting(row: Tensor, experts: int) -> Any:
         row[-1] += counted.sum() * (hidden.shape[-1] * hidden.element_size())
 
     return count
+
+
+def _real_tokens(module: nn.Module) -> Callable[[], int] | None:
+    """See `layers.Experts.real`."""
+    found: Callable[[], int] | None = getattr(module, "real", None)
+    return found
 
 
 def _count(module: Any) -> int:

@@ -6,8 +6,8 @@ the data engine does over "edp" for what is cut over "ep".
 
 What is sent per layer and micro-batch, for T tokens on this rank that choose k experts each, of h elements:
 forward two all-to-alls of T k h elements (dispatch, combine) and one of E counts; backward two more. Where experts
-fold over tp, its ranks hold the same T tokens and send their shares of them; outputs are gathered over "tp_shares", in
-backward the gradients of tokens and weights.
+fold over tp, its ranks send their shares of T tokens. Where the block is given whole sequences, outputs are gathered over
+"tp_shares", in backward the gradients of tokens and weights; on sequence shards nothing is (`sequence_plan.py`).
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from torch import nn
 
 from parallax.plugins.base import ParallelPlugin, ParamShard
 from parallax.plugins.expert.balance import attach
-from parallax.plugins.expert.beside import find_beside, find_shared
+from parallax.plugins.expert.beside import find_beside
+from parallax.plugins.expert.block import find_router, find_shared
 from parallax.plugins.expert.layers import become_experts, count_once
 from parallax.plugins.expert.plans import HOW_TO, ExpertsTarget, find_experts, old_style
-from parallax.plugins.expert.router import find_router, in_fp32
+from parallax.plugins.expert.router import in_fp32
 from parallax.plugins.expert.traffic import add_balance, add_traffic
 from parallax.strategies.comm import AxisComm
 from parallax.strategies.layout import Layout
@@ -72,7 +73,7 @@ class ExpertParallel(ParallelPlugin):
         self._detach: Callable[[], None] | None = None
         self._shards: dict[str, ParamShard] = {}
         self._apart: set[str] = set()
-        self._report: dict[str, str] = {}
+        self._holds: tuple[list[ExpertsTarget], AxisComm, AxisComm, AxisComm] | None = None
 
     def check(self, layout: Layout, model: nn.Module) -> None:
         """Refuse a model without experts, and expert counts or widths that the axes do not divide.
@@ -141,7 +142,7 @@ class ExpertParallel(ParallelPlugin):
                 )
             for name in target.identity if cut_inside else ():
                 count_once(target.module.get_submodule(name), etp)
-        self._report = _describe(targets, ep, etp, shares)
+        self._holds = targets, ep, etp, shares
         self._balanced = mesh[self._balanced_over]
 
     def early(self, model: nn.Module, layout: Layout) -> frozenset[nn.Module]:
@@ -175,7 +176,7 @@ class ExpertParallel(ParallelPlugin):
         add_traffic(case, out, self._targets(case.model, case.layout), self._chunks)
 
     def describe(self) -> dict[str, str]:
-        return dict(self._report)
+        return _describe(*self._holds) if self._holds is not None else {}
 
 
 def _router(model: nn.Module, target: ExpertsTarget) -> nn.Module:
@@ -249,7 +250,8 @@ def _describe(targets: list[ExpertsTarget], ep: AxisComm, etp: AxisComm, shares:
         return {}
     counts = sorted({t.num_experts for t in targets})
     inside = f", each cut over {etp.axis}{etp.size}" if etp.size > 1 and any(t.tensor for t in targets) else ""
-    gathers = f"; forward and backward an all-gather over {shares.size} ranks of tp" if shares.size > 1 else ""
+    whole = shares.size > 1 and not all(getattr(t.module, "real", None) for t in targets)  # else of sequence shards
+    gathers = f"; forward and backward an all-gather over {shares.size} ranks of tp" if whole else ""
     sends = "per layer and micro-batch forward 2 all-to-alls, backward 2" if ep.size > 1 else "nothing over ep"
     return {
         "holds": f"ep part {ep.index + 1} of {ep.size}: {'/'.join(str(c // ep.size) for c in counts)} of "

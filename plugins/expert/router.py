@@ -1,8 +1,8 @@
 """A router whose scores are computed in fp32 while the rest of the model runs in half precision.
 
-It is: the search for the module beside the experts that scores them, and the arithmetic of its own forward in fp32:
-autocast off, tokens and weights widened where they meet. It is not: which experts are chosen or how their weights are
-normalised, which stays the model's, or a change of how its parameters are kept.
+It is: the arithmetic of the router's own forward in fp32: autocast off, tokens and weights widened where they meet. It
+is not: the search for the router (`block.py`), which experts are chosen or how their weights are normalised, which stays
+the model's, or a change of how its parameters are kept.
 
 Scores of two experts often differ by less than bf16 tells apart, so that rounding decides where a token goes (Fedus et
 al. 2021, "Switch Transformers", section 2.4).
@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from parallax.plugins.expert.beside import is_shared
 from parallax.plugins.tensor.swap import swap
 
 _PRODUCTS: frozenset[Callable[..., Any]] = frozenset(
@@ -53,14 +52,3 @@ def in_fp32(router: nn.Module) -> None:
 
 def _device_type(args: Iterable[Any]) -> str:
     return next((value.device.type for value in args if isinstance(value, Tensor)), "cpu")
-
-
-def find_router(block: nn.Module, experts: str, num_experts: int) -> nn.Module | None:
-    """The child of `block` that scores the experts of its child `experts`: the one with a matrix of a row for each."""
-    found = [
-        child
-        for name, child in block.named_children()
-        if name != experts and not is_shared(name)
-        if any(p.dim() == 2 and p.shape[0] == num_experts for p in child.parameters())
-    ]
-    return found[0] if len(found) == 1 else None

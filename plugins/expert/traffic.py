@@ -3,9 +3,9 @@
 It is: for T tokens here that choose k of E experts, of h elements of w bytes, per layer and micro-batch (Lepikhin et
 al. 2020): forward one all-to-all of E counts, one of T k h w there and one back, backward two. Where experts are cut
 over etp as well an all-reduce of T h w forward, of T h w and of T k weights backward. Where s ranks of tp share tokens
-T is a share, T' s shares of equal length: forward an all-gather of T' h w, backward of T' h w and of T' k weights. What
-comes back to a rank's experts depends on what the tokens chose, so that the exchange is known as the sum over the
-group. It is not: a count.
+T is a share, T' s shares of equal length: forward an all-gather of T' h w, backward of T' h w and of T' k weights; on
+sequence shards, which are shares already, nothing. What comes back to a rank's experts depends on what the tokens chose,
+so that the exchange is known as the sum over the group. It is not: a count.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _add_call(
     again, ending = case.again(target.fqn), case.again(target.fqn, ending=True)
     widths = [(seen, seen.shape[-1] * seen.element) for seen in (hidden, weights)]
     whole = each * case.mesh.size("tp_shares")
-    apart = case.mesh.size("tp_shares") > 1  # one and the same group as "tp" may go by that name
+    apart = case.mesh.size("tp_shares") > 1 and target.fqn not in case.experts  # the group may also be "tp" by name
     if apart:
         axis = case.mesh["tp_shares"].axis
         out.add(axis, "all_gather", "forward", whole * widths[0][1], times)

@@ -39,7 +39,7 @@ def stages_of(
 
 def add_traffic(case: Case, out: Expected, structure: Structure) -> None:
     """Add what this rank sends and receives over "pp" and "pp_back"."""
-    places, here = case.stages.placement, case.mesh.index("pp")
+    places, here, scores = case.stages.placement, case.mesh.index("pp"), case.scores()
     carried = [
         seen for fqn in structure.carried for c in case.calls(case.model.get_submodule(fqn)) for seen in c.outputs
     ]
@@ -48,7 +48,8 @@ def add_traffic(case: Case, out: Expected, structure: Structure) -> None:
         if source == target or here not in (source, target):
             continue
         (handed,) = case.trace.handed[end]
-        sizes = [_shard(case, seen) if case.sharded and i == 0 else seen.bytes for i, seen in enumerate(handed)]
+        cut = [case.sharded and (i == 0 or seen.number in scores) for i, seen in enumerate(handed)]
+        sizes = [_shard(case, seen) if part else seen.bytes for part, seen in zip(cut, handed, strict=True)]
         forward = sizes + [seen.bytes for seen in carried]
         backward = [n for n, seen in zip(forward, [*handed, *carried], strict=True) if seen.grad]
         if case.first:

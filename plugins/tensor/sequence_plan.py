@@ -8,6 +8,8 @@ one of
 
 - a *block*: a child module (attention, MLP) with column and row layers: its input is gathered, its output scattered;
 - *direct* column and row layers of a layer that is an MLP written out: gathered and scattered by themselves;
+- *dispatching*: a mixture-of-experts block whose experts fold over tp: it routes and sends this rank's tokens, and a
+  shared expert in it is a block;
 - *token-wise*: norms, dropouts and activations, which work on a shard as on the whole;
 - *opaque*: any other module: it gets the whole sequence, and every rank repeats what tensor parallelism does not cut.
 
@@ -16,13 +18,16 @@ A module that mixes tokens in a way nobody declared is opaque, never token-wise,
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
+from parallax.plugins.expert.block import find_router
+from parallax.plugins.expert.plans import ExpertsTarget
 from parallax.plugins.tensor.styles import Kind
 from parallax.plugins.tensor.target import Target
 
@@ -42,6 +47,7 @@ class Trunk:
     Attributes:
         layers: FQN of the list of layers; `depth` is its length.
         blocks, opaque: FQNs of the modules whose input is gathered.
+        experts: FQNs of the experts modules that are called with shards, and send them to where experts are.
         direct: FQNs of the column and row layers that gather and scatter by themselves.
         exit: FQN of the last norm, which still runs on shards; None when the last layer's output is gathered.
     """
@@ -50,6 +56,7 @@ class Trunk:
     depth: int
     blocks: list[str] = field(default_factory=list)
     opaque: list[str] = field(default_factory=list)
+    experts: list[str] = field(default_factory=list)
     direct: list[str] = field(default_factory=list)
     exit: str | None = None
 
@@ -70,14 +77,16 @@ class Trunk:
         return fqn.startswith(f"{self.layers}.")
 
     def is_sharded(self, fqn: str) -> bool:
-        """Whether parameter `fqn`, if uncut, sees only a part of the tokens or heads on a rank."""
-        if any(fqn.startswith(f"{name}.") for name in self.opaque):
+        """Whether parameter `fqn`, if uncut, sees only a part of the tokens or heads on a rank, and counts on all."""
+        if any(fqn.startswith(f"{name}.") for name in (*self.opaque, *self.experts)):
             return False
         return self.contains(fqn) or (self.exit is not None and fqn.startswith(f"{self.exit}."))
 
 
-def find_trunk(model: nn.Module, targets: Mapping[str, Target]) -> Trunk | str:
-    """The trunk of a whole model, or the reason why it has none."""
+def find_trunk(
+    model: nn.Module, targets: Mapping[str, Target], experts: Iterable[ExpertsTarget] = (), *, folded: bool = False
+) -> Trunk | str:
+    """The trunk of a whole model, or the reason why it has none; `folded`: whether `experts` fold over the whole axis."""
     modules = dict(model.named_modules())
     cut = {fqn: t for fqn, t in targets.items() if t.style.kind in (Kind.COLUMN, Kind.ROW) and not t.part}
     lists = {name for fqn in cut if (name := _list_around(modules, fqn)) is not None}
@@ -88,8 +97,9 @@ def find_trunk(model: nn.Module, targets: Mapping[str, Target]) -> Trunk | str:
     config = getattr(modules[trunk.owner] if trunk.owner else model, "config", None)
     if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
         return "its layers attend to a second sequence"
+    mixtures = {e.fqn.rpartition(".")[0]: e if folded else None for e in experts}
     for i, layer in modules[trunk.layers].named_children():
-        reason = _sort_children(trunk, f"{trunk.layers}.{i}", layer, targets)
+        reason = _sort_children(trunk, f"{trunk.layers}.{i}", layer, targets, mixtures)
         if reason is not None:
             return reason
     if not (trunk.blocks or trunk.direct):
@@ -104,7 +114,10 @@ def _list_around(modules: Mapping[str, nn.Module], fqn: str) -> str | None:
     return next((p for p in prefixes if isinstance(modules.get(p), (nn.ModuleList, nn.Sequential))), None)
 
 
-def _sort_children(trunk: Trunk, fqn: str, layer: nn.Module, targets: Mapping[str, Target]) -> str | None:
+def _sort_children(
+    trunk: Trunk, fqn: str, layer: nn.Module, targets: Mapping[str, Target], mixtures: Mapping[str, ExpertsTarget | None]
+) -> str | None:
+    """`mixtures`: FQN of a block with experts -> these, if they fold over the axis."""
     direct: list[Target] = []
     for name, child in _called_children(fqn, layer):
         below = [t for f, t in targets.items() if f.startswith(f"{name}.") and t.style.kind in (Kind.COLUMN, Kind.ROW)]
@@ -115,7 +128,10 @@ def _sort_children(trunk: Trunk, fqn: str, layer: nn.Module, targets: Mapping[st
             trunk.blocks.append(name)
         elif isinstance(child, nn.Linear):
             return f"{name} is a linear of the layer itself, and what the layer does with it cannot be seen"
-        elif below or not is_token_wise(child):
+        elif (experts := mixtures.get(name)) and (shared := _dense_parts(name, child, experts, targets)) is not None:
+            trunk.experts.append(experts.fqn)
+            trunk.blocks += shared
+        elif below or name in mixtures or not is_token_wise(child):
             trunk.opaque.append(name)
     if direct:
         whole = any(t.style.whole_outside or len(t.style.blocks) > 1 for t in direct)
@@ -159,6 +175,29 @@ def _is_region(fqn: str, block: nn.Module, targets: Mapping[str, Target]) -> boo
     planned = {id(t.module) for t in inside.values() if not t.part}
     others = (m for m in block.modules() if m is not block and id(m) not in planned and _owns_parameters(m))
     return all(is_token_wise(m) for m in others)
+
+
+def _dense_parts(
+    fqn: str, block: nn.Module, experts: ExpertsTarget, targets: Mapping[str, Target]
+) -> list[str] | None:
+    """FQNs of the blocks in a mixture-of-experts block that routes each token by itself; None when it may not.
+
+    Its code must be transformers', or say `token_wise = True`; it is called with hidden states alone, and beside experts
+    and router nothing is in it but blocks (shared experts) and what is token-wise.
+    """
+    trusted = type(block).__module__.startswith("transformers.") or getattr(block, "token_wise", False)
+    named = [p for p in inspect.signature(block.forward).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    router = find_router(block, experts.fqn.rpartition(".")[2], experts.num_experts)
+    if not trusted or len(named) != 1 or router is None or experts.identity:
+        return None
+    blocks = []
+    for name, child in block.named_children():
+        if _is_region(f"{fqn}.{name}", child, targets):
+            blocks.append(f"{fqn}.{name}")
+        elif child not in (experts.module, router) and not is_token_wise(child) and type(child) is not nn.Linear:
+            return None
+    planned = {f for f, t in targets.items() if f.startswith(f"{fqn}.") and t.style.kind is not Kind.WHOLE}
+    return blocks if all(any(f.startswith(f"{b}.") for b in blocks) for f in planned) else None
 
 
 def _owns_parameters(module: nn.Module) -> bool:

@@ -17,6 +17,7 @@ Korthikanti et al. 2022, section 4.2.2):
 | on shards: what every rank repeats | all-gather of N' h | all-gather of N' h |
 | on shards: entry, exit | all-gather (exit) | all-gather (entry) |
 | on shards: vocabulary embedding that the first layer reads | reduce-scatter of N' h | |
+| on shards: router logits in the model's output | all-gather of N' experts | |
 | loss over a cut vocabulary | all-reduce of N and of 2 N numbers (3 N with label smoothing) | |
 """
 
@@ -213,6 +214,10 @@ def _add_shards(sums: _Sums, trunk: Trunk, here: list[Target]) -> None:
         sums.forward("all_gather", sums.rows(call.hidden), fqn)
         if call.outputs[0].grad:
             sums.each("all_gather", "backward", sums.rows(call.outputs[0]))
+    recorded = [seen for call in case.calls(case.model.get_submodule(trunk.owner)) for seen in call.outputs]
+    scores = case.scores() if case.ends_here else ()
+    for logits in (seen for seen in recorded if seen.number in scores):
+        sums.each("all_gather", "forward", sums.rows(logits))
     for target in (t for t in columns if _reads_exit(sums, trunk, t)):
         for call in case.calls(target.module):
             _add_reader(sums, target, call.inputs[0])

@@ -83,7 +83,7 @@ class Expectation(Callback):
         stages = Stages() if pipeline is None else pipeline.stages(module, layout)
         expert = next((p for p in self._plugins if isinstance(p, ExpertParallel)), None)
         early = frozenset[nn.Module]() if expert is None else expert.early(module, layout)
-        sharded = tensor is not None and tensor.trunk(module, layout) is not None
+        trunk = None if tensor is None else tensor.trunk(module, layout)
         names: dict[int, list[str]] = {}
         for fqn, param in module.named_parameters(remove_duplicate=False):
             names.setdefault(id(param), []).append(fqn)
@@ -107,7 +107,8 @@ class Expectation(Callback):
                         self._asked.shards[rank],
                         self._asked.averaged_over[rank],
                         stages,
-                        sharded,
+                        trunk is not None,
+                        frozenset(trunk.experts if trunk is not None else ()),
                         first=key not in known,
                         step=step,
                         groups=groups,

@@ -10,9 +10,10 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from parallax.plugins.expert import ExpertParallel
+from parallax.plugins.expert.block import find_router
 from parallax.plugins.expert.plans import find_experts
 from parallax.plugins.expert.plugin import _cuts
-from parallax.plugins.expert.router import find_router, in_fp32
+from parallax.plugins.expert.router import in_fp32
 from parallax.plugins.expert.routing import within_capacity
 from parallax.strategies.assemble import make_plugins
 from parallax.strategies.layout import Layout
