@@ -41,6 +41,7 @@ class Sequence:
     Attributes:
         tokens: of the call of the model that runs, from the trunk's entry to its exit.
         running: of the layer that runs.
+        left: of the call of the model that has left the trunk last.
     """
 
     def __init__(self, comm: AxisComm, streams: Streams) -> None:
@@ -49,6 +50,7 @@ class Sequence:
         self.again = GatherAgain(self.space)
         self.tokens: Tokens | None = None
         self.running: Tokens | None = None
+        self.left: Tokens | None = None
         self._keeps = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Sequence:
@@ -87,7 +89,7 @@ class Sequence:
     def exit(self, hidden: Tensor) -> Tensor:
         """The whole residual stream; column layers that read it (the head) send their gradient back as shards."""
         assert self.tokens is not None
-        tokens, self.tokens = self.tokens, None
+        tokens, self.left, self.tokens = self.tokens, self.tokens, None
         whole = gather(hidden, tokens, self.comm)
         mark_gathered(whole, hidden, self._gathering(tokens, keeps=False))
         return whole
@@ -138,6 +140,17 @@ class Sequence:
             )
         return cut(whole, tokens, self.comm)
 
+    def real(self) -> int:
+        """How many of this rank's tokens, in their order, are no padding."""
+        tokens = self._current()
+        return max(0, min(tokens.each, tokens.count - self.comm.index * tokens.each))
+
+    def recorded(self, values: Tensor) -> Tensor:
+        """The whole of what a layer has left behind for the model's output, if it is of this rank's tokens."""
+        assert self.left is not None
+        tokens = self.left.as_seen(values.dim())
+        return gather(values, tokens, self.comm) if tuple(values.shape[:-1]) == tokens.shard_shape else values
+
     def _current(self) -> Tokens:
         if self.running is None:
             raise ValueError(
@@ -167,6 +180,11 @@ def install(model: nn.Module, trunk: Trunk, sequence: Sequence) -> None:
         for fqn in fqns:
             if fqn in modules and not is_foreign(modules[fqn]):
                 become(modules[fqn], sequence)
+    for fqn in trunk.experts:
+        if fqn in modules and not is_foreign(modules[fqn]):
+            modules[fqn].__dict__["real"] = sequence.real
+    if trunk.experts:
+        _become_owner(modules[trunk.owner], sequence)
     last = modules.get(trunk.exit or "")
     if trunk.exit and last is not None and not is_foreign(last):
         _become_exit(last, sequence)
@@ -239,3 +257,17 @@ def _become_exit(norm: nn.Module, sequence: Sequence) -> None:
         return out if sequence.tokens is None else sequence.exit(out)
 
     swap(norm, __call__=call)
+
+
+def _become_owner(owner: nn.Module, sequence: Sequence) -> None:
+    """Router logits that transformers' recorders have collected from shards leave the model whole."""
+    cls: Any = type(owner)
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        out = cls.__call__(self, *args, **kwargs)
+        logits = getattr(out, "router_logits", None)
+        if isinstance(logits, tuple):
+            out.router_logits = tuple(map(sequence.recorded, logits))
+        return out
+
+    swap(owner, __call__=call)
