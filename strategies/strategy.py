@@ -122,7 +122,7 @@ class ParallaxStrategy(StepStrategy):
             precision_plugin=precision_plugin,
         )
         self._options: dict[str, dict[str, Any]] = {
-            "tp": {"plan": tp_plan, "chunks": tp_chunks},
+            "tp": {"plan": tp_plan, "chunks": tp_chunks, "ep_plan": ep_plan},
             "pp": {"plan": pp_plan, "schedule": schedule if callable(schedule) else None, "partition": pp_partition},
             "ep": {
                 "plan": ep_plan,

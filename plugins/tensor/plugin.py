@@ -18,6 +18,7 @@ from typing import Any
 from torch import nn
 
 from parallax.plugins.base import ParallelPlugin, ParamShard
+from parallax.plugins.expert.plans import find_experts
 from parallax.plugins.tensor.agreement import require_agreement
 from parallax.plugins.tensor.checks import conditions, refuse_unfit, require_divisible
 from parallax.plugins.tensor.convert import convert
@@ -47,15 +48,18 @@ class TensorParallel(ParallelPlugin):
         plan: FQN pattern (relative to the model, `*` for one component) -> style word. Goes before plans the
             model carries.
         chunks: messages in which a row layer's output is sent, so that one is on its way while the next is computed.
+        ep_plan: the expert plugin's plan: whose blocks may be called with sequence shards.
     """
 
     name = "tensor"
     axis = "tp"
 
-    def __init__(self, plan: Mapping[str, str] | None = None, chunks: int = 1) -> None:
+    def __init__(
+        self, plan: Mapping[str, str] | None = None, chunks: int = 1, ep_plan: Mapping[str, str] | None = None
+    ) -> None:
         if type(chunks) is not int or chunks < 1:
             raise ValueError(f"tp_chunks must be a whole number, at least 1; got {chunks!r}")
-        self._plan, self._chunks = dict(plan or {}), chunks
+        self._plan, self._ep_plan, self._chunks = dict(plan or {}), ep_plan, chunks
         self._shards: dict[str, ParamShard] = {}
         self._sums = GradientSums()
         self._agreed = False
@@ -88,7 +92,7 @@ class TensorParallel(ParallelPlugin):
         """
         if layout.sequence_parallel is False:
             return "switched off by the layout"
-        trunk = find_trunk(model, targets)
+        trunk = find_trunk(model, targets, find_experts(model, self._ep_plan), folded=layout.experts_cut_over == 1)
         if layout.sequence_parallel and isinstance(trunk, str):
             raise ValueError(
                 f"sequence_parallel=True, but the residual stream of {type(model).__name__} cannot be cut: {trunk}. "

@@ -23,7 +23,7 @@ from tests.parity.test_parity import assert_equal, zero_in_theory
 from tests.procs import run_ranks
 
 LAYOUTS = {
-    2: ["dp2 ep2", "cp2 ep2"],
+    2: ["dp2 ep2", "cp2 ep2", "tp2 ep2 etp1"],
     4: [
         "dp4 ep4",
         "tp2 dp2 ep4 etp1",

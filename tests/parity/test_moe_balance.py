@@ -25,7 +25,7 @@ WHOLE: Parts = (tuple(range(8)),)
 ACROSS: Parts = ((0, 1, 4, 5), (2, 3, 6, 7))
 
 CASES: dict[tuple[str, str], Parts] = {
-    ("tp2 dp2 ep2", "microbatch"): HALVES,
+    ("tp2 dp2 ep4 etp1", "microbatch"): HALVES,
     ("dp2 cp2 ep2", "microbatch"): HALVES,
     ("pp2 dp2 ep2 mb2", "microbatch"): QUARTERS,
     ("pp4 mb2", "microbatch"): HALVES,

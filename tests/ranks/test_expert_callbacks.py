@@ -27,7 +27,7 @@ from tests.parity.models import BUILD, SEQ, build, samples
 from tests.procs import run_ranks
 
 MODEL, RATE, EXPERTS, TOP_K, HIDDEN, FP64 = "deepseek_v3", 0.05, 8, 2, 32, 8
-LAYOUTS = ["dp2 ep2", "pp2 mb2", "tp2"]
+LAYOUTS = ["dp2 ep2", "pp2 mb2", "tp2", "tp2 ep2 etp1"]
 DROPPING, FACTOR = "dp2 ep2, capacity", 0.75
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {layout: (layout, {}) for layout in LAYOUTS}
 RUNS[DROPPING] = "dp2 ep2", {"expert_capacity_factor": FACTOR}

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from parallax.plugins.expert.plans import find_experts
 from parallax.plugins.tensor import TensorParallel
 from parallax.plugins.tensor.plans import collect_rules, resolve
 from parallax.plugins.tensor.sequence_functions import Tokens, local_part
@@ -59,6 +60,31 @@ def test_what_gathers_or_routes_tokens_gets_the_whole_sequence() -> None:
     hybrid.model.layers[1].mlp = nn.Conv1d(4, 4, 3)  # of which the plan knows nothing
     found = _trunk(hybrid)
     assert isinstance(found, Trunk) and "model.layers.1.mlp" in found.opaque
+
+
+@pytest.mark.parametrize(("kind", "dense"), [("qwen2_moe", ["shared_expert"]), ("mixtral", [])])
+def test_blocks_of_experts_that_fold_over_the_axis_send_from_shards(kind: str, dense: list[str]) -> None:
+    model = _hf(kind, num_key_value_heads=4, num_experts=8)
+    targets, experts = resolve(model, collect_rules(model), complete=True), find_experts(model)
+
+    def found(*, folded: bool = True) -> Trunk:
+        trunk = find_trunk(model, targets, experts, folded=folded)
+        assert isinstance(trunk, Trunk)
+        return trunk
+
+    whole, shards = found(folded=False), found()
+    blocks = [f"model.layers.{i}.mlp" for i in (0, 1)]
+    assert shards.experts == [f"{block}.experts" for block in blocks]
+    assert set(blocks) <= {*whole.opaque} and not {*blocks} & {*shards.opaque}
+    assert set(shards.blocks) - set(whole.blocks) == {f"{block}.{name}" for block in blocks for name in dense}
+    assert shards.is_sharded(f"{blocks[0]}.gate.weight") and not whole.is_sharded(f"{blocks[0]}.gate.weight")
+    assert not shards.is_sharded(f"{blocks[0]}.experts.down_proj"), "averaged over the ranks that hold it"
+    mixtures = [layer.mlp for layer in model.model.layers]
+    mixtures[0].mixer = nn.Conv1d(4, 4, 3)  # which may mix tokens
+    mixtures[1].__class__ = own = type("Own", (type(mixtures[1]),), {"__module__": "own"})
+    assert set(blocks) <= {*found().opaque}
+    own.token_wise = True
+    assert found().experts == [f"{blocks[1]}.experts"] and set(blocks) <= {*found(folded=False).opaque}
 
 
 def test_an_mlp_written_out_gathers_by_itself() -> None:

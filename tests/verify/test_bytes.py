@@ -47,7 +47,7 @@ def test_counted_bytes_are_the_formulas(target: str) -> None:
 OPTIONS: list[tuple[str, str, dict[str, Any]]] = [
     ("Lit", "tp2", {"tp_chunks": 3}),
     ("Mixtral", "dp2 ep2", {"expert_chunks": 2}),
-    ("Balanced", "dp2 ep2", {"expert_balance": "global", "expert_capacity_factor": 8.0}),
+    ("Balanced", "tp2 dp2 ep2 etp1", {"expert_balance": "global", "expert_capacity_factor": 8.0}),
 ]
 
 
