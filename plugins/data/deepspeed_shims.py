@@ -175,6 +175,23 @@ def engine_class(dtype: torch.dtype, experts: bool) -> Any:
 
 
 @contextmanager
+def nothing_sent() -> Iterator[None]:
+    """Inside, ranks take the weights they have, which are the same already (`assemble.py`).
+
+    2026-11, 0.19.8: every weight is broadcast as bytes, and a scalar (a learned temperature) has no view as bytes, so
+    that no module with one could be trained. Goes when scalars are broadcast.
+    """
+
+    def partitioned(self: Any, param: Any) -> None:
+        self._convert_to_deepspeed_param(param)
+        param.partition()
+
+    engine, init = module("runtime.engine").DeepSpeedEngine, module("runtime.zero.partition_parameters").Init
+    with replaced(engine, "_broadcast_model", lambda self: None), replaced(init, "_zero_init_param", partitioned):
+        yield
+
+
+@contextmanager
 def fp64_allowed(dtype: torch.dtype) -> Iterator[None]:
     """Inside, ZeRO keeps fp64 parameters, masters and states in fp64.
 
@@ -221,7 +238,7 @@ def build_engine(
     experts: bool = False,
 ) -> Any:
     """DeepSpeed's engine around `step`, over the data group of `mesh`. Collective over the world."""
-    with quiet(), local_rank(device.index or 0), fp64_allowed(dtype):
+    with quiet(), local_rank(device.index or 0), fp64_allowed(dtype), nothing_sent():
         hide_deprecations()
         import_muon()
         use_accelerator(device)

@@ -31,7 +31,7 @@ class Structure:
         layers: FQN of the layer list.
         num_layers: its length.
         before, after: FQNs of the modules that own parameters and run before or after the layers.
-        direct: FQNs of parameters owned by the containers around the layer list; they train on the first stage.
+        direct: FQNs of parameters owned by the containers around the layer list; every stage has them.
         carried: FQNs of modules before the layers whose outputs layers of any stage take.
     """
 

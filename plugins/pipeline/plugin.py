@@ -6,7 +6,7 @@ execution (`executor.py`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -15,10 +15,10 @@ from torch import nn
 from parallax.plugins.base import ParallelPlugin, ParamShard
 from parallax.plugins.pipeline.actions import Lists, placement, splits_backward
 from parallax.plugins.pipeline.catalog import Schedule, find_schedule, make_lists
+from parallax.plugins.pipeline.foreign import Foreign
 from parallax.plugins.pipeline.partition import Asked, make_partition
 from parallax.plugins.pipeline.plans import Structure, find_structure
 from parallax.plugins.pipeline.stage import (
-    Foreign,
     ForeignAfter,
     ForeignBefore,
     ForeignCarried,
@@ -30,6 +30,7 @@ from parallax.plugins.pipeline.stage import (
 )
 from parallax.plugins.pipeline.stand_in import refuse
 from parallax.plugins.pipeline.traffic import add_traffic, stages_of
+from parallax.strategies.comm import AxisComm
 from parallax.strategies.layout import Layout
 from parallax.strategies.mesh import Mesh
 from parallax.strategies.theory import Case, Expected, Stages
@@ -61,6 +62,7 @@ class PipelineParallel(ParallelPlugin):
         self._carried: tuple[str, ...] = ()
         self._looked_at: list[str] = []
         self._ties: set[str] = set()
+        self._direct: tuple[str, ...] = ()
         self._replicas: dict[str, ParamShard] = {}
         self._summary: dict[str, str] = {}
 
@@ -104,18 +106,21 @@ class PipelineParallel(ParallelPlugin):
         self.state = StageState(chunks, structure.num_layers, structure.layers, structure.carried)
         ties = _ties(model, structure)
         befores = _stubs_before(model, structure, self.state)
-        afters: dict[str, Foreign] = {fqn: ForeignAfter(fqn, self.state) for fqn in structure.after}
+        afters = _stubs(model, structure.after, ForeignAfter, self.state)
         for here, stubs, index in ((first, befores, -1), (last, afters, structure.num_layers)):
             if not here:
                 _drop(model, stubs)
             elif len(chunks) > 1:
-                self._places += [(fqn, index, stub, ForeignAfter(fqn, self.state)) for fqn, stub in stubs.items()]
+                passed = _stubs(model, stubs, ForeignAfter, self.state)
+                self._places += [(fqn, index, stub, passed[fqn]) for fqn, stub in stubs.items()]
         self._carried = structure.carried if first else ()
         later = [part for stage, part in chunks.items() if stage]
         self._looked_at = [f"{structure.layers}.{i}" for lo, hi in later for i in range(lo, hi)]
         self._cut_layers(model, structure, chunks)
-        if not first:
-            _demote(model, structure.direct)
+        self._direct = structure.direct
+        if mesh.index("pp"):
+            shapes = {fqn: tuple(model.get_parameter(fqn).shape) for fqn in structure.direct}
+            self._replicas = {fqn: ParamShard(shape, axis="pp", owner=False) for fqn, shape in shapes.items()}
         self._keep_ties(model, ties, first=first, last=last)
         held = ", ".join(f"{lo}-{hi - 1}" if hi - lo > 1 else f"{lo}" for lo, hi in chunks.values())
         shares = " + ".join(f"{partition.shares[stage]:.0%}" for stage in chunks)
@@ -171,10 +176,13 @@ class PipelineParallel(ParallelPlugin):
         return fqn in self._ties
 
     def finalize_grads(self, model: nn.Module, *, mesh: Mesh) -> None:
-        """Sum the gradients of tied weights over the first and the last stage."""
-        if not self._ties:
+        """Sum the gradients of tied weights over the first and the last stage, those of containers over all."""
+        if not self._ties and not self._direct:
             return
         here = dict(model.named_parameters(remove_duplicate=False))
+        for param in (here[fqn] for fqn in self._direct):
+            if param.requires_grad:
+                _sum_over_stages(param, mesh["pp"])
         for fqn in sorted(self._ties):
             param = here[fqn]
             if not param.requires_grad:
@@ -249,14 +257,18 @@ def _find(model: nn.Module, fqn: str) -> nn.Module | None:
         return None
 
 
+def _stubs(model: nn.Module, fqns: Iterable[str], kind: type[Foreign], state: StageState) -> dict[str, Foreign]:
+    return {fqn: kind(fqn, state, model.get_submodule(fqn)) for fqn in fqns}
+
+
 def _stubs_before(model: nn.Module, structure: Structure, state: StageState) -> dict[str, Foreign]:
     """Stubs for what runs before the layers; what is sent along comes first, since others may be inside of it."""
 
     def make(fqn: str) -> Foreign:
-        is_embedding = isinstance(model.get_submodule(fqn), nn.Embedding)
-        return (ForeignEmbedding if is_embedding else ForeignBefore)(fqn, state)
+        like = model.get_submodule(fqn)
+        return (ForeignEmbedding if isinstance(like, nn.Embedding) else ForeignBefore)(fqn, state, like)
 
-    stubs: dict[str, Foreign] = {fqn: ForeignCarried(fqn, state) for fqn in structure.carried}
+    stubs = _stubs(model, structure.carried, ForeignCarried, state)
     return stubs | {fqn: make(fqn) for fqn in structure.before if fqn not in stubs}
 
 
@@ -270,11 +282,17 @@ def _look(layer: nn.Module, fqn: str, layers: str, state: StageState) -> None:
     layer.register_forward_pre_hook(look, with_kwargs=True)
 
 
-def _demote(model: nn.Module, fqns: tuple[str, ...]) -> None:
-    """Parameters owned by containers train on the first stage only; elsewhere the container still reads a tensor."""
-    for fqn in fqns:
-        parent, _, name = fqn.rpartition(".")
-        owner = model.get_submodule(parent)
-        value = owner._parameters.pop(name)
-        assert value is not None
-        owner.register_buffer(name, value.detach(), persistent=False)
+@torch.no_grad()
+def _sum_over_stages(param: nn.Parameter, stages: AxisComm) -> None:
+    """Give every stage the gradient of all. One number more counts who has one: what no stage uses keeps none."""
+    shape = getattr(param, "ds_shape", param.shape)  # also while ZeRO-3 has it released
+    total = torch.zeros(shape.numel() + 1, dtype=param.dtype, device=param.device)
+    if param.grad is not None:
+        total[:-1] = param.grad.flatten()
+        total[-1] = 1
+    stages.all_reduce(total)
+    if param.grad is not None:
+        param.grad.copy_(total[:-1].view(shape))
+    elif total[-1] > 0:
+        param.grad = torch.empty_like(param)  # torch compares it with the weight, which may be released
+        param.grad.data = total[:-1].view(shape)

@@ -19,8 +19,15 @@ import torch
 from torch import Tensor, nn
 
 from parallax.plugins.pipeline.captured import with_captured, without_captured
+from parallax.plugins.pipeline.foreign import Foreign
 from parallax.plugins.pipeline.stand_in import explained, made_up
 from parallax.strategies.tree import tensors_of
+
+OUTSIDE = (
+    "a module of another pipeline stage was called outside a pipelined step; call the model only from training_step, "
+    "validation_step, test_step or predict_step when pipeline_parallel_size > 1 (summaries and loggers call one "
+    "that has an example_input_array: leave it None)"
+)
 
 
 class StageOutput(BaseException):
@@ -114,10 +121,7 @@ class StageState:
         for tensor in tensors_of(self.received):
             if tensor.is_floating_point():
                 return tensor
-        raise ValueError(
-            "a module of another pipeline stage was called outside a pipelined step; call the model only from "
-            "training_step, validation_step, test_step or predict_step when pipeline_parallel_size > 1"
-        )
+        raise ValueError(OUTSIDE)
 
 
 def place(module: nn.Module, index: int, state: StageState, before: Foreign, after: Foreign) -> None:
@@ -148,41 +152,6 @@ def place(module: nn.Module, index: int, state: StageState, before: Foreign, aft
 
     names = {"__call__": placed_call, "__module__": cls.__module__, "__doc__": cls.__doc__}
     module.__class__ = type(cls.__name__, (cls,), names)
-
-
-class Foreign(nn.Module):
-    """A module that lives on another stage: no parameters, no state, only a role.
-
-    Args:
-        fqn: its name in the model.
-        state: shared state of this rank's stage.
-        like: the module it stands for; its plain attributes are kept, since some models read them in the
-            loop over the layers (`layer.attention_type`).
-    """
-
-    is_foreign = True
-    home = "another stage"
-
-    def __init__(self, fqn: str, state: StageState, like: nn.Module | None = None) -> None:
-        super().__init__()
-        for name, value in vars(like).items() if like is not None else ():
-            if not name.startswith("_") and isinstance(value, (str, int, float, bool, tuple, type(None))):
-                setattr(self, name, value)
-        self.fqn = fqn
-        self.__dict__["state"] = state  # not a module attribute: shared, never copied into a checkpoint
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            raise AttributeError(
-                f"{self.fqn!r} lives on {self.home} of the pipeline, so its attribute {name!r} does not exist here. "
-                f"If the model reads it outside the module's own forward, tie it through a module instead "
-                f"(head.weight = embedding.weight) or use pipeline_parallel_size=1"
-            ) from None
-
-    def extra_repr(self) -> str:
-        return f"{self.fqn}, on {self.home}"
 
 
 class ForeignLayer(Foreign):
@@ -287,6 +256,8 @@ class ForeignAfter(Foreign):
     home = "a later stage"
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.state.running:
+            raise ValueError(OUTSIDE)
         raise ValueError(
             f"{self.fqn!r} lives on a later pipeline stage but was called before this stage's last layer. If it runs "
             f"before the layers, name it before them in pp_plan, for example pp_plan = {{{self.fqn!r}: ..., 'layers': "

@@ -1,8 +1,8 @@
 """What the pipeline axis sends in one step, as closed formulas over the placement of stages.
 
 It is: for each boundary between stages of different ranks and each micro-batch, what leaves the last layer before it,
-forward, and as much of it as carries gradients, backward (Narayanan et al. 2021), whatever the schedule; and the sum
-over the ends for tied weights. It is not: a count or a schedule.
+forward, and as much of it as carries gradients, backward (Narayanan et al. 2021), whatever the schedule; and the sums
+over the ends for tied weights, over all stages for parameters of containers. It is not: a count or a schedule.
 """
 
 from __future__ import annotations
@@ -59,6 +59,9 @@ def add_traffic(case: Case, out: Expected, structure: Structure) -> None:
         for nbytes in backward:
             _add(case, out, target, source, "backward", nbytes, case.microbatches)
     _add_ties(case, out, structure)
+    for fqn, param in case.trained().items():
+        if fqn in structure.direct:
+            out.add("pp", "all_reduce", "step", (case.elements(fqn) + 1) * param.element_size())
 
 
 def _add(case: Case, out: Expected, source: int, target: int, phase: str, nbytes: int, calls: int) -> None:

@@ -72,19 +72,20 @@ class Plain(nn.Module):
         "head": (["x"], ["logits"]),
     }
 
-    def __init__(self, dim: int = 32, heads: int = 4, depth: int = 4) -> None:
+    def __init__(self, dim: int = 32, heads: int = 4, depth: int = 4, scaled: bool = False) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCAB, dim)
         self.position = nn.Parameter(torch.randn(SEQ, dim) * 0.02)
         self.layers = nn.ModuleList(conf_plain.PlainBlock(dim, heads, 4 * dim, 1e-5) for _ in range(depth))
         self.norm = nn.LayerNorm(dim)
         self.head = nn.Linear(dim, VOCAB, bias=False)
+        self.scale = nn.Parameter(torch.tensor(1.1)) if scaled else 1.0  # of the model as a whole, used at its end
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids) + self.position[: ids.shape[1]]
         for layer in self.layers:
             x = layer(x)
-        return self.head(self.norm(x))
+        return self.head(self.norm(x)) * self.scale
 
 
 def hf_loss(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
@@ -114,7 +115,7 @@ BUILD: Mapping[str, tuple[Callable[[], nn.Module], Callable[[Any, Any], Tensor],
         # enough layers for four ranks with two stages each
         "llama8": (partial(llama, 8), hf_loss, "input_ids"),
         "gpt2_8": (partial(gpt2, 8), hf_loss, "input_ids"),
-        "plain8": (partial(Plain, depth=8), plain_loss, "ids"),
+        "plain8": (partial(Plain, depth=8, scaled=True), plain_loss, "ids"),
         "lora8": (lora, hf_loss, "input_ids"),
         **MOE,
         **{name: (make, hf_loss, "input_ids") for name, make in CONTEXT.items()},

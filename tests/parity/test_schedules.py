@@ -115,7 +115,7 @@ BY_DEFAULT = [
     "gpt2_8-pp4_mb4_v2_loop_in_disorder",
     "plain8-pp2_dp2_zero1_mb4_zb_v",
     "llama8-pp2_dp2_zero2_mb4_zb_h1",
-    "gpt2_8-pp2_dp2_zero3_mb4_interleaved_1f1b",
+    "plain8-pp2_dp2_zero3_mb4_interleaved_1f1b",
     "gpt2_8-tp2_pp2_mb4_dualpipe_v",
     "gpt2_8-pp2_dp2_zero2_mb2_zb_v-accumulate2-steps4",
     "llama8-pp2_dp2_zero1_mb2_zb_v-bf16-true",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -80,6 +81,10 @@ def _with_engine(rank: int, world: int) -> None:
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
     mesh, module = mesh_of(rank, 1, dp=world), net(torch.float64)
+    # A scalar cannot be broadcast.
+    scalar = SimpleNamespace(dist_backend="gloo", module=nn.ParameterDict({"one": torch.ones(())}))
+    with pytest.raises(RuntimeError, match="to view Float as Byte"):
+        Plain._broadcast_model(scalar)
     engine = DeepSpeedEngine()
     engine.setup(module, adamw(module), mesh=mesh, layout=mesh.layout, owned=lambda name: True)
     # The engine would reduce in fp32, and the norm is taken in fp32.

@@ -96,6 +96,7 @@ def cut(build: Any, stage: int, stages: int = 2) -> tuple[Any, PipelineParallel]
 @pytest.mark.parametrize("build", [llama, gpt2, Plain])
 @pytest.mark.parametrize("stages", [2, 4])
 def test_every_parameter_lives_on_one_stage_under_its_own_name(build: Any, stages: int) -> None:
+    """But for a container's own, which are on all."""
     whole = dict(Lit(build()).named_parameters(remove_duplicate=False))
     homes: dict[str, list[int]] = {}
     for stage in range(stages):
@@ -103,7 +104,25 @@ def test_every_parameter_lives_on_one_stage_under_its_own_name(build: Any, stage
             assert param.shape == whole[name].shape
             homes.setdefault(name, []).append(stage)
     assert homes.keys() == whole.keys()
-    assert all(len(stages_of) == 1 for stages_of in homes.values())
+    everywhere = find_structure(Lit(build())).direct
+    assert all(len(found) == (stages if name in everywhere else 1) for name, found in homes.items())
+
+
+def test_of_a_parameter_elsewhere_only_the_form_is_known() -> None:
+    model, plugin = cut(Plain, 1)
+    there = model.double().model.embed.weight
+    assert (there.dtype, there.device, there.shape) == (torch.float64, torch.device("cpu"), (61, 32))
+    text = "'model.embed' lives on the first stage of the pipeline, so its 'weight' cannot be used here"
+    with pytest.raises(ValueError, match=text):
+        torch.nn.functional.linear(torch.ones(2, 32), there)
+    with pytest.raises(AttributeError, match=text):
+        there.T  # noqa: B018
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_call_outside_a_step_is_refused(stage: int) -> None:
+    with pytest.raises(ValueError, match="called outside a pipelined step.*example_input_array"):
+        cut(Plain, stage)[0].model(torch.zeros(1, 4, dtype=torch.long))
 
 
 def logits(output: Any) -> Tensor:
