@@ -118,12 +118,19 @@ def _adds(weight: Tensor) -> bool:
     )
 
 
+def _transposed_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x W + b, saving the parameter: a saved transpose would hold on to what ZeRO-3 has gathered."""
+    if bias is None:
+        return torch.matmul(x, weight)
+    return torch.addmm(bias, x.reshape(-1, x.shape[-1]), weight).view(*x.shape[:-1], weight.shape[1])
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, transposed: bool = False) -> Tensor:
     """x W^T + b, or x W + b when `transposed` (W is stored [in, out]); `weight` is the parameter itself."""
     cast_first = torch._C._is_any_autocast_enabled()
     pays = _adds(weight) or (not cast_first and type(weight) is nn.Parameter and is_faster(x))
     if type(x) is not Tensor or x.dim() < 2 or not pays or products_are_watched():
-        return F.linear(x, weight.t() if transposed else weight, bias)
+        return _transposed_linear(x, weight, bias) if transposed else F.linear(x, weight, bias)
     if cast_first:
         x = x.to(autocast_dtype(x))
     return cast(Tensor, _product(x, weight, bias, transposed))

@@ -56,6 +56,16 @@ def linear_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
     return _onednn(x, weight, bias)
 
 
+def linear_into(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """`out` [n, out] becomes x W^T + b for x [n, in]."""
+    if _takes(x, weight.shape[0]):
+        out.copy_(_onednn(x, weight, bias))
+    elif bias is None:
+        torch.mm(x, weight.t(), out=out)
+    else:
+        torch.addmm(bias, x, weight.t(), out=out)
+
+
 def product(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
     """`left` [n, k] times `right` [k, m], written to `out` if given."""
     if not _takes(left, right.shape[1]):

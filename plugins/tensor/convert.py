@@ -72,7 +72,8 @@ def convert(
             _become_layer(model, target, comm, enters=enters)
     for owner, group in siblings.items():
         inside = trunk is not None and trunk.is_region(group[0].fqn)
-        entry = SharedInput(comm, sum(not t.style.entered for t in group), inside)
+        last = sequence.last if sequence is not None and inside else None
+        entry = SharedInput(comm, sum(not t.style.entered for t in group), last)
         for member, target in enumerate(group):
             if target.style.kind is Kind.ENTERING:
                 become_entering(target.module, entry, member, streams)

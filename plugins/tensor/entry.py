@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from parallax.plugins.tensor.functions import copy_to_region
-from parallax.plugins.tensor.overlap import Gathering, follow_gathered, lead, lead_gathered
+from parallax.plugins.tensor.overlap import Gathering, Layer, follow_gathered, lead, lead_gathered
 from parallax.strategies.accumulating import autocast_dtype, is_autocast, linear, products_are_watched
 from parallax.strategies.comm import AxisComm
 
@@ -39,6 +39,33 @@ def gathered_from(x: Tensor) -> tuple[Tensor, Gathering] | None:
     return mark[:2] if mark is not None and mark[2] == _version(whole) else None
 
 
+def _as_used(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias in the dtype that a product with `x` runs in."""
+    if not is_autocast(x):
+        return weight, bias
+    dtype = autocast_dtype(x)
+    return weight.to(dtype), None if bias is None else bias.to(dtype)
+
+
+class LastGathered:
+    """What a model's blocks have gathered last, found by its memory: hooks (DeepSpeed's ZeRO-3 has some around every
+    module) hand a layer a tensor of its own that lies where the gathered one does."""
+
+    def __init__(self) -> None:
+        self._whole: weakref.ref[Tensor] | None = None
+
+    def mark(self, whole: Tensor, shard: Tensor, gathering: Gathering) -> None:
+        mark_gathered(whole, shard, gathering)
+        self._whole = weakref.ref(whole)
+
+    def behind(self, x: Tensor) -> tuple[Tensor, Gathering] | None:
+        """What `x`, all of the memory gathered last, was gathered from; None if it was changed since."""
+        whole = None if self._whole is None else self._whole()
+        if whole is None or x.data_ptr() != whole.data_ptr() or _version(x) != _version(whole):
+            return None
+        return gathered_from(whole) if x.shape == whole.shape and x.stride() == whole.stride() else None
+
+
 class SharedInput:
     """The input of the column layers of one block that read the same tensor.
 
@@ -52,11 +79,11 @@ class SharedInput:
     Args:
         comm: the axis of the region.
         members: how many layers share this entry.
-        inside: whether the block's own entry has gathered its input (see `sequence.py`). Then a tensor that is not the
-            gathered one was made from it inside the region, and its gradient is partial, as it should be.
+        inside: given where the block's own entry has gathered its input (see `sequence.py`). Then a tensor that is not
+            the gathered one was made from it inside the region, and its gradient is partial, as it should be.
     """
 
-    def __init__(self, comm: AxisComm, members: int, inside: bool = False) -> None:
+    def __init__(self, comm: AxisComm, members: int, inside: LastGathered | None = None) -> None:
         self.comm = comm
         self.members = members
         self.inside = inside
@@ -79,21 +106,22 @@ class SharedInput:
         if products_are_watched():
             return linear(self.enter(x, member), weight, bias, transposed=transposed)
         source = gathered_from(x)
-        if not (torch.is_grad_enabled() and x.requires_grad) or (self.inside and source is None):
+        if not (torch.is_grad_enabled() and x.requires_grad):
             return linear(x, weight, bias, transposed=transposed)
+        if self.inside is not None and source is None:
+            return self._made_inside(x, self.inside.behind(x), weight, bias, transposed)
         handed = self._handed(x, member)
         if handed is not None and source is None:
             out = linear(handed, weight, bias, transposed=transposed)
         else:
-            dtype, weight = autocast_dtype(x), weight.t() if transposed else weight
-            if is_autocast(x):
-                weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
+            begun = None if source is None else source[1].start.take(weight, bias, transposed)
+            layer = Layer(*_as_used(x, weight, bias), transposed, begun)
             if handed is None:
-                out, handed = self._lead(x.to(dtype), source, weight, bias)
+                out, handed = self._lead(x.to(autocast_dtype(x)), source, layer)
                 self._keep(x, handed)
             else:
                 assert source is not None
-                out = follow_gathered(handed, source[0].to(dtype), weight, bias, source[1])
+                out = follow_gathered(handed, source[0].to(handed.dtype), layer, source[1])
         self._serve(member)
         return out
 
@@ -103,7 +131,7 @@ class SharedInput:
             return x
         handed = self._handed(x, member)
         if handed is None:
-            if self.inside:
+            if self.inside is not None:
                 return x
             handed = copy_to_region(x.to(autocast_dtype(x)), self.comm)
             self._keep(x, handed)
@@ -125,10 +153,23 @@ class SharedInput:
         if len(self._served) == self.members:
             self._forget()
 
-    def _lead(
-        self, x: Tensor, source: tuple[Tensor, Gathering] | None, weight: Tensor, bias: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def _made_inside(
+        self,
+        x: Tensor,
+        source: tuple[Tensor, Gathering] | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        transposed: bool,
+    ) -> Tensor:
+        """The product of what was made inside the region. Of the very memory that was gathered a shard is saved."""
         if source is None:
-            return lead(x, weight, bias, self.comm)
+            return linear(x, weight, bias, transposed=transposed)
+        layer = Layer(*_as_used(x, weight, bias), transposed)
+        x = x.to(autocast_dtype(x))
+        return follow_gathered(x, source[0].to(x.dtype), layer, source[1])
+
+    def _lead(self, x: Tensor, source: tuple[Tensor, Gathering] | None, layer: Layer) -> tuple[Tensor, Tensor]:
+        if source is None:
+            return lead(x, layer, self.comm)
         shard, gathering = source
-        return lead_gathered(x, shard.to(x.dtype), weight, bias, gathering)
+        return lead_gathered(x, shard.to(x.dtype), layer, gathering)

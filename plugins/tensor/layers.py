@@ -27,6 +27,7 @@ from parallax.plugins.tensor.functions import (
     reduce_from_region,
     split_last_dim,
 )
+from parallax.plugins.tensor.head_start import HeadStart
 from parallax.plugins.tensor.logits_ops import head_output
 from parallax.plugins.tensor.sequence import Sequence
 from parallax.plugins.tensor.streams import Streams
@@ -45,7 +46,7 @@ class Column(nn.Module):
             input is in the region already.
         gathered: whole output width when the output is gathered, else None.
         is_head: whether the output is logits, which stay cut and only look whole (`logits.py`).
-        sequence: set when the layer gathers its tokens by itself.
+        sequence: set when the layer gathers its tokens by itself; `start` is then its head start.
         shared: ranks whose parts of one key and one value are put together here, and the width of this rank's; or None.
     """
 
@@ -56,11 +57,12 @@ class Column(nn.Module):
     gathered: int | None
     is_head: bool
     sequence: Sequence | None
+    start: HeadStart
     shared: tuple[AxisComm, int] | None
 
     def forward(self, x: Tensor) -> Tensor:
         if self.sequence is not None:
-            x = self.sequence.gathered(x)
+            x = self.sequence.gathered(x, self.start)
         weight, bias, transposed = self.get_parameter("weight"), self._parameters.get("bias"), _is_transposed(self)
         if self.entry is None:
             out = linear(x, weight, bias, transposed=transposed)
@@ -202,7 +204,7 @@ def become_column(
         setattr(module, width, here)
     gathered = whole if style.whole_outside else None
     _set(module, comm=comm, streams=streams, entry=entry, member=member)
-    _set(module, gathered=gathered, is_head=is_head, sequence=sequence, shared=shared)
+    _set(module, gathered=gathered, is_head=is_head, sequence=sequence, start=HeadStart(), shared=shared)
 
 
 def become_entering(module: nn.Module, entry: SharedInput, member: int, streams: Streams) -> None:

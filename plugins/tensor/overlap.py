@@ -21,6 +21,7 @@ from typing import Any, cast
 from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
+from parallax.plugins.tensor.head_start import Begun, HeadStart
 from parallax.plugins.tensor.sequence_functions import Tokens, unpadded
 from parallax.plugins.tensor.workspace import Workspace
 from parallax.strategies.accumulation import weight_gradient
@@ -68,6 +69,7 @@ class Gathering:
 
     Attributes:
         tokens: how shard and whole lie to each other.
+        start: what the block's layers have begun while it was gathered.
         keeps: save the whole input rather than gather it again.
     """
 
@@ -75,11 +77,40 @@ class Gathering:
     comm: AxisComm
     space: Workspace
     again: GatherAgain
+    start: HeadStart
     keeps: bool
+
+
+@dataclass(eq=False)
+class Layer:
+    """A column layer that runs.
+
+    Attributes:
+        weight: [out, in], or [in, out] when `transposed`: the parameter itself, or its cast.
+        begun: what there is of its product already.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    transposed: bool
+    begun: Begun | None = None
 
 
 def _flat(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
+
+
+def _usual(weight: Tensor, transposed: bool) -> Tensor:
+    """As [out, in]. Made when it is used: kept, a view would hold on to what ZeRO-3 has gathered."""
+    return weight.t() if transposed else weight
+
+
+def _product(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: Layer) -> Tensor:
+    """x W^T + b. Notes on `ctx` what the gradients of weight and bias, its inputs 1 and 2, ask for."""
+    ctx.weight, ctx.transposed, ctx.bias_grad = weight, layer.transposed, ctx.needs_input_grad[2]
+    ctx.set_materialize_grads(False)
+    usual, begun = _usual(weight, layer.transposed), layer.begun
+    return linear_product(x, usual, bias) if begun is None else begun.finish(x, usual, bias)
 
 
 def _sum_input_grads(grad: Tensor | None, weight: Tensor, others: Tensor | None, out: Tensor | None = None) -> Tensor:
@@ -95,7 +126,10 @@ def _weight_grads(ctx: Any, grad: Tensor | None, x: Tensor | None) -> tuple[Tens
     """Gradients of weight and bias, where they are asked for."""
     if grad is None:
         return None, None
-    weight = weight_gradient(ctx.weight, _flat(grad).t(), _flat(x)) if x is not None else None
+    weight = None
+    if x is not None:
+        left, right = (x, grad) if ctx.transposed else (grad, x)
+        weight = weight_gradient(ctx.weight, _flat(left).t(), _flat(right))
     return weight, _flat(grad).sum(0) if ctx.bias_grad else None
 
 
@@ -103,11 +137,13 @@ class _Lead(Function):
     """The leader of a group whose input is whole on every rank: (x W^T + b, x for the others)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, comm: AxisComm) -> tuple[Tensor, Tensor]:
-        ctx.comm, ctx.weight, ctx.bias_grad = comm, weight, ctx.needs_input_grad[2]
-        ctx.set_materialize_grads(False)
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: Layer, comm: AxisComm
+    ) -> tuple[Tensor, Tensor]:
+        ctx.comm = comm
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
-        return linear_product(x, weight, bias), x.detach()  # an alias: x itself would make the output a view of it
+        # an alias: x itself would make the output a view of it
+        return _product(ctx, x, weight, bias, layer), x.detach()
 
     @staticmethod
     @once_differentiable
@@ -115,20 +151,18 @@ class _Lead(Function):
         x, weight = ctx.saved_tensors
         like = grad if grad is not None else others
         if like is None:
-            return None, None, None, None
-        inputs = _sum_input_grads(grad, weight, others)
+            return None, None, None, None, None
+        inputs = _sum_input_grads(grad, _usual(weight, ctx.transposed), others)
         work = ctx.comm.all_reduce(inputs, async_op=True)
         grads = _weight_grads(ctx, grad, x)
         if work is not None:
             work.wait()
-        return inputs.view(*like.shape[:-1], inputs.shape[-1]), *grads, None
+        return inputs.view(*like.shape[:-1], inputs.shape[-1]), *grads, None, None
 
 
 def _save(ctx: Any, whole: Tensor, shard: Tensor, weight: Tensor, gathering: Gathering) -> None:
-    ctx.gathering, ctx.weight, ctx.bias_grad = gathering, weight, ctx.needs_input_grad[3]
-    ctx.set_materialize_grads(False)
-    saved = (whole if gathering.keeps else shard) if ctx.needs_input_grad[2] else None
-    ctx.save_for_backward(saved, weight)
+    ctx.gathering = gathering
+    ctx.save_for_backward((whole if gathering.keeps else shard) if ctx.needs_input_grad[1] else None, weight)
 
 
 class _LeadGathered(Function):
@@ -136,10 +170,16 @@ class _LeadGathered(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, shard: Tensor, whole: Tensor, weight: Tensor, bias: Tensor | None, gathering: Gathering
+        ctx: Any,
+        shard: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        whole: Tensor,
+        layer: Layer,
+        gathering: Gathering,
     ) -> tuple[Tensor, Tensor]:
         _save(ctx, whole, shard, weight, gathering)
-        return linear_product(whole, weight, bias), whole.detach()
+        return _product(ctx, whole, weight, bias, layer), whole.detach()
 
     @staticmethod
     @once_differentiable
@@ -148,10 +188,11 @@ class _LeadGathered(Function):
         gathering, tokens = ctx.gathering, ctx.gathering.tokens
         like = grad if grad is not None else others
         if like is None:
-            return None, None, None, None, None
+            return None, None, None, None, None, None
         again = saved is not None and grad is not None and not gathering.keeps
         if again:
             gathering.again.start(gathering, saved)
+        weight = _usual(weight, ctx.transposed)
         rows = gathering.space.take("rows", (tokens.padded, weight.shape[1]), like)
         _sum_input_grads(grad, weight, others, out=rows[: tokens.count])
         rows[tokens.count :].zero_()
@@ -163,7 +204,7 @@ class _LeadGathered(Function):
         if work is not None:
             work.wait()
         gathering.again.end()
-        return shard, None, *grads, None
+        return shard, *grads, None, None, None
 
 
 class _FollowGathered(Function):
@@ -171,39 +212,45 @@ class _FollowGathered(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, whole: Tensor, shard: Tensor, weight: Tensor, bias: Tensor | None, gathering: Gathering
+        ctx: Any,
+        whole: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        shard: Tensor,
+        layer: Layer,
+        gathering: Gathering,
     ) -> Tensor:
         _save(ctx, whole, shard, weight, gathering)
-        return linear_product(whole, weight, bias)
+        return _product(ctx, whole, weight, bias, layer)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor | None) -> Any:
         if grad is None:
-            return None, None, None, None, None
+            return None, None, None, None, None, None
         saved, weight = ctx.saved_tensors
         gathering = ctx.gathering
         again = saved is not None and not gathering.keeps
         if again:
             gathering.again.start(gathering, saved)
-        inputs = product(_flat(grad), weight).view(*grad.shape[:-1], -1)
+        inputs = product(_flat(grad), _usual(weight, ctx.transposed)).view(*grad.shape[:-1], -1)
         if again:
             saved = gathering.again.whole()
-        return inputs, None, *_weight_grads(ctx, grad, saved), None
+        return inputs, *_weight_grads(ctx, grad, saved), None, None, None
 
 
-def lead(x: Tensor, weight: Tensor, bias: Tensor | None, comm: AxisComm) -> tuple[Tensor, Tensor]:
+def lead(x: Tensor, layer: Layer, comm: AxisComm) -> tuple[Tensor, Tensor]:
     """x W^T + b, and x for the other layers that read it; their gradients are summed over ranks with this layer's."""
-    return cast(tuple[Tensor, Tensor], _Lead.apply(x, weight, bias, comm))
+    return cast(tuple[Tensor, Tensor], _Lead.apply(x, layer.weight, layer.bias, layer, comm))
 
 
-def lead_gathered(
-    x: Tensor, shard: Tensor, weight: Tensor, bias: Tensor | None, gathering: Gathering
-) -> tuple[Tensor, Tensor]:
+def lead_gathered(x: Tensor, shard: Tensor, layer: Layer, gathering: Gathering) -> tuple[Tensor, Tensor]:
     """As `lead` for an `x` gathered from `shard`, which its gradient is scattered to."""
-    return cast(tuple[Tensor, Tensor], _LeadGathered.apply(shard, x.detach(), weight, bias, gathering))
+    out = _LeadGathered.apply(shard, layer.weight, layer.bias, x.detach(), layer, gathering)
+    return cast(tuple[Tensor, Tensor], out)
 
 
-def follow_gathered(x: Tensor, shard: Tensor, weight: Tensor, bias: Tensor | None, gathering: Gathering) -> Tensor:
-    """x W^T + b of a further layer, for the `x` that `lead_gathered` has returned."""
-    return cast(Tensor, _FollowGathered.apply(x, shard.detach(), weight, bias, gathering))
+def follow_gathered(x: Tensor, shard: Tensor, layer: Layer, gathering: Gathering) -> Tensor:
+    """x W^T + b of a further layer, for the `x` that `lead_gathered` has returned, or one that shares its memory."""
+    out = _FollowGathered.apply(x, layer.weight, layer.bias, shard.detach(), layer, gathering)
+    return cast(Tensor, out)

@@ -17,19 +17,28 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from parallax.plugins.tensor.chunked import scattered_product
-from parallax.plugins.tensor.entry import mark_gathered
+from parallax.plugins.tensor.entry import LastGathered
+from parallax.plugins.tensor.head_start import HeadStart
 from parallax.plugins.tensor.overlap import GatherAgain, Gathering
 from parallax.plugins.tensor.plans import is_foreign
-from parallax.plugins.tensor.sequence_functions import Tokens, cut, gather, gather_to_region, scatter_from_region
+from parallax.plugins.tensor.sequence_functions import (
+    Meanwhile,
+    Tokens,
+    cut,
+    gather,
+    gather_to_region,
+    scatter_from_region,
+)
 from parallax.plugins.tensor.sequence_plan import Trunk
 from parallax.plugins.tensor.streams import Streams
 from parallax.plugins.tensor.swap import hidden_states, on_first, replaced, swap
 from parallax.plugins.tensor.unsummed import summand, summed
 from parallax.plugins.tensor.workspace import Workspace
-from parallax.strategies.accumulating import autocast_dtype
+from parallax.strategies.accumulating import autocast_dtype, products_are_watched
 from parallax.strategies.comm import AxisComm
 
 _MARK = "_parallax_tokens"
@@ -42,16 +51,19 @@ class Sequence:
         tokens: of the call of the model that runs, from the trunk's entry to its exit.
         running: of the layer that runs.
         left: of the call of the model that has left the trunk last.
+        last: what a block, or the exit, has gathered last.
     """
 
     def __init__(self, comm: AxisComm, streams: Streams) -> None:
         self.comm, self.streams = comm, streams
         self.space = Workspace()
         self.again = GatherAgain(self.space)
+        self.last = LastGathered()
         self.tokens: Tokens | None = None
         self.running: Tokens | None = None
         self.left: Tokens | None = None
         self._keeps = False
+        self._head = HeadStart()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Sequence:
         return self  # copies of a module run one after the other, on the same ranks
@@ -90,8 +102,8 @@ class Sequence:
         """The whole residual stream; column layers that read it (the head) send their gradient back as shards."""
         assert self.tokens is not None
         tokens, self.left, self.tokens = self.tokens, self.tokens, None
-        whole = gather(hidden, tokens, self.comm)
-        mark_gathered(whole, hidden, self._gathering(tokens, keeps=False))
+        whole = gather(hidden, tokens, self.comm, self._meanwhile(hidden, tokens, self._head))
+        self.last.mark(whole, hidden, self._gathering(tokens, self._head, keeps=False))
         return whole
 
     @contextmanager
@@ -107,11 +119,11 @@ class Sequence:
 
     # What is in a layer
 
-    def gathered(self, shard: Tensor) -> Tensor:
-        """A block's whole input."""
+    def gathered(self, shard: Tensor, start: HeadStart) -> Tensor:
+        """A block's whole input; its column layers get a head `start`."""
         shard, tokens = shard.to(autocast_dtype(shard)), self._current().as_seen(shard.dim())
-        whole = gather_to_region(shard, tokens, self.comm, self.space)
-        mark_gathered(whole, shard, self._gathering(tokens, keeps=self._keeps))
+        whole = gather_to_region(shard, tokens, self.comm, self.space, self._meanwhile(shard, tokens, start))
+        self.last.mark(whole, shard, self._gathering(tokens, start, keeps=self._keeps))
         return whole
 
     def row(self, x: Tensor, weight: Tensor, pieces: int, *, transposed: bool = False) -> Tensor:
@@ -159,8 +171,13 @@ class Sequence:
             )
         return self.running
 
-    def _gathering(self, tokens: Tokens, *, keeps: bool) -> Gathering:
-        return Gathering(tokens, self.comm, self.space, self.again, keeps)
+    def _gathering(self, tokens: Tokens, start: HeadStart, *, keeps: bool) -> Gathering:
+        return Gathering(tokens, self.comm, self.space, self.again, start, keeps)
+
+    def _meanwhile(self, shard: Tensor, tokens: Tokens, start: HeadStart) -> Meanwhile | None:
+        if not (torch.is_grad_enabled() and shard.requires_grad) or products_are_watched():
+            return None  # then the layers make their products elsewhere (`entry.py`)
+        return lambda shard: start.begin(shard, tokens, self.comm.index)
 
 
 def install(model: nn.Module, trunk: Trunk, sequence: Sequence) -> None:
@@ -227,10 +244,11 @@ def _become_foreign_entry(layer: nn.Module, sequence: Sequence) -> None:
 
 def _become_block(block: nn.Module, sequence: Sequence) -> None:
     cls: Any = type(block)
+    start = HeadStart()
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         where, shard = hidden_states(args, kwargs)
-        args, kwargs = replaced(args, kwargs, where, sequence.gathered(shard))
+        args, kwargs = replaced(args, kwargs, where, sequence.gathered(shard, start))
         return cls.forward(self, *args, **kwargs)
 
     swap(block, forward=forward)

@@ -17,6 +17,7 @@ n = ceil(b s / ranks); the last ranks' missing tokens are zeros that no attentio
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from typing import Any, cast
@@ -27,6 +28,10 @@ from torch.autograd.function import Function, once_differentiable
 
 from parallax.plugins.tensor.workspace import Workspace
 from parallax.strategies.comm import AxisComm
+
+
+Meanwhile = Callable[[Tensor], None]
+"""What is done with a shard while the whole is gathered."""
 
 
 @dataclass(frozen=True)
@@ -90,10 +95,14 @@ def unpadded(rows: Tensor, tokens: Tokens) -> Tensor:
     return rows[: tokens.count].view(*tokens.shape, rows.shape[-1])
 
 
-def all_rows(shard: Tensor, tokens: Tokens, comm: AxisComm) -> Tensor:
-    """Every rank's shard as [padded, h], in new memory."""
+def all_rows(shard: Tensor, tokens: Tokens, comm: AxisComm, meanwhile: Meanwhile | None = None) -> Tensor:
+    """Every rank's shard as [padded, h], in new memory; while the others' arrive `meanwhile` is called."""
     rows = shard.new_empty(tokens.padded, shard.shape[-1])
-    comm.all_gather_into(rows, shard)
+    work = comm.all_gather_into(rows, shard, async_op=meanwhile is not None)
+    if meanwhile is not None:
+        meanwhile(shard)
+    if work is not None:
+        work.wait()
     return rows
 
 
@@ -118,26 +127,28 @@ class _Cut(Function):
 
 class _Gather(Function):
     @staticmethod
-    def forward(ctx: Any, shard: Tensor, tokens: Tokens, comm: AxisComm) -> Tensor:
+    def forward(ctx: Any, shard: Tensor, tokens: Tokens, comm: AxisComm, meanwhile: Meanwhile | None) -> Tensor:
         ctx.tokens, ctx.comm = tokens, comm
-        return unpadded(all_rows(shard, tokens, comm), tokens).detach()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return local_part(grad, ctx.tokens, ctx.comm.index).contiguous(), None, None
-
-
-class _GatherToRegion(Function):
-    @staticmethod
-    def forward(ctx: Any, shard: Tensor, tokens: Tokens, comm: AxisComm, space: Workspace) -> Tensor:
-        ctx.tokens, ctx.comm, ctx.space = tokens, comm, space
-        return unpadded(all_rows(shard, tokens, comm), tokens).detach()
+        return unpadded(all_rows(shard, tokens, comm, meanwhile), tokens).detach()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return reduced_shard(padded_rows(grad, ctx.tokens, ctx.space), ctx.tokens, ctx.comm), None, None, None
+        return local_part(grad, ctx.tokens, ctx.comm.index).contiguous(), None, None, None
+
+
+class _GatherToRegion(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, shard: Tensor, tokens: Tokens, comm: AxisComm, space: Workspace, meanwhile: Meanwhile | None
+    ) -> Tensor:
+        ctx.tokens, ctx.comm, ctx.space = tokens, comm, space
+        return unpadded(all_rows(shard, tokens, comm, meanwhile), tokens).detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return reduced_shard(padded_rows(grad, ctx.tokens, ctx.space), ctx.tokens, ctx.comm), None, None, None, None
 
 
 class _ScatterFromRegion(Function):
@@ -158,14 +169,16 @@ def cut(whole: Tensor, tokens: Tokens, comm: AxisComm) -> Tensor:
     return cast(Tensor, _Cut.apply(whole, tokens, comm))
 
 
-def gather(shard: Tensor, tokens: Tokens, comm: AxisComm) -> Tensor:
+def gather(shard: Tensor, tokens: Tokens, comm: AxisComm, meanwhile: Meanwhile | None = None) -> Tensor:
     """All tokens, for work that every rank repeats."""
-    return cast(Tensor, _Gather.apply(shard, tokens, comm))
+    return cast(Tensor, _Gather.apply(shard, tokens, comm, meanwhile))
 
 
-def gather_to_region(shard: Tensor, tokens: Tokens, comm: AxisComm, space: Workspace) -> Tensor:
+def gather_to_region(
+    shard: Tensor, tokens: Tokens, comm: AxisComm, space: Workspace, meanwhile: Meanwhile | None = None
+) -> Tensor:
     """All tokens, for work of which every rank does its part."""
-    return cast(Tensor, _GatherToRegion.apply(shard, tokens, comm, space))
+    return cast(Tensor, _GatherToRegion.apply(shard, tokens, comm, space, meanwhile))
 
 
 def scatter_from_region(partial: Tensor, tokens: Tokens, comm: AxisComm, space: Workspace) -> Tensor:

@@ -39,8 +39,8 @@ from parallax.strategies.theory import Call, Case, Expected, Seen
 
 
 def _unseen(case: Case, fqn: str) -> int:
-    """Micro-batches in which column layers do not know that their input was gathered: where weight gradients are
-    postponed, and under DeepSpeed's ZeRO-3. They save it whole."""
+    """Micro-batches in which the head does not know that its input was gathered: where weight gradients are postponed,
+    and under DeepSpeed's ZeRO-3."""
     return case.microbatches if _hooked(case) else case.halved(fqn)
 
 
@@ -231,7 +231,8 @@ def _add_gathered(sums: _Sums, fqn: str, hidden: Seen, columns: list[Target]) ->
     sums.each("reduce_scatter", "backward", sums.rows(hidden))
     reads = [t for t in columns if any(c.inputs[0].number == hidden.number for c in sums.case.calls(t.module))]
     if any(_trains(t.module) for t in reads) and sums.case.recomputed_layer(fqn) is None:
-        sums.each("all_gather", "backward", sums.rows(hidden), sums.case.microbatches - _unseen(sums.case, fqn))
+        whole = sums.case.halved(fqn)  # where weight gradients are postponed products save all of it, too
+        sums.each("all_gather", "backward", sums.rows(hidden), sums.case.microbatches - whole)
 
 
 def _add_reader(sums: _Sums, target: Target, seen: Seen) -> None:

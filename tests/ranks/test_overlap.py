@@ -10,14 +10,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallax.strategies import products
 from parallax.strategies.comm import AxisComm
 from tests.procs import run_ranks
 from tests.ranks.test_tensor import _cut, _whole_grads
-from tests.tensor_models import BATCH, HIDDEN, SEQ, build, loss_of, token_ids
+from tests.tensor_models import BATCH, HIDDEN, SEQ, Gated, build, loss_of, token_ids
 
 LAYERS, WORLD, MLP, HEAD_DIM = 2, 2, 64, 4
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::addmm_", "aten::linear")
@@ -100,6 +100,57 @@ def test_gradients_of_weights_are_computed_while_those_of_inputs_are_summed() ->
         again, mine = (BATCH * SEQ, HIDDEN), BATCH * SEQ // WORLD
         rows = [[(mine, MLP // WORLD)], [again]], [[(mine, 8 * HEAD_DIM // WORLD)], [again]]
         assert found["all_gather"] == [[again], *(sum(rows, []) * LAYERS)]
+
+
+class _GatedOtherwise(Gated):
+    """From its second call on it changes its input, so that what was begun for the first one's layers is of no use."""
+
+    changes = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.mul_(0.5).add_(0.25) if self.changes else x)
+
+
+def _second_forward(rank: int, world: int) -> dict[str, list[list[tuple[int, ...]]]]:
+    """Products while inputs are gathered, once a first forward of another length has shown who reads them; the second
+    one's loss and gradients, of an odd number of tokens and of weights changed in place, against one process."""
+    found = {}
+    for name in ("llama", "gpt2", "modular"):
+        losses: list[Tensor] = []
+        model, want = build(name), build(name)
+        if name == "modular":
+            model.layers[0].mlp.__class__ = want.layers[0].mlp.__class__ = _GatedOtherwise
+        plugin, mesh = _cut(model, rank, world, sequence=True)
+        for each in (want, model):
+            loss_of(each, token_ids()).backward()
+            each.zero_grad()
+            with torch.no_grad():
+                for param in each.parameters():
+                    param.mul_(1.25)
+            if name == "modular":
+                each.layers[0].mlp.changes = True
+            with Events(mesh["tp"]) as events:
+                losses.append(loss_of(each, token_ids()[:1]))
+            found[name] = events.during("all_gather")
+            losses[-1].backward()
+        plugin.finalize_grads(model, mesh=mesh)
+        torch.testing.assert_close(losses[1], losses[0], rtol=1e-12, atol=0)
+        grads = {fqn: p.grad for fqn, p in want.named_parameters()}
+        for fqn, grad in _whole_grads(model, plugin, mesh).items():
+            torch.testing.assert_close(grad, grads[fqn], rtol=1e-9, atol=1e-12, msg=f"{fqn} of {name}")
+    return found
+
+
+def test_own_tokens_are_multiplied_while_those_of_others_arrive() -> None:
+    """Five tokens over two ranks are three and two: the products of these by whatever reads the gathered input."""
+    head, own = -(-101 // WORLD), (3, 2)
+    for rank, found in enumerate(run_ranks(WORLD, _second_forward)):
+        at = lambda *widths, own=own[rank]: [(own, width) for width in widths]  # noqa: E731
+        attention, mlp = at(8 * HEAD_DIM // WORLD, *[4 * HEAD_DIM // WORLD] * 2), at(MLP // WORLD, MLP // WORLD)
+        assert found["llama"] == [attention, mlp] * LAYERS + [at(head)]
+        assert found["gpt2"] == [at(3 * HIDDEN // WORLD), at(4 * HIDDEN // WORLD)] * LAYERS + [at(head)]
+        qkv = at((8 + 4 + 4) * HEAD_DIM // WORLD)
+        assert found["modular"] == [qkv, at(48 // WORLD, 48 // WORLD), qkv, at(64 // WORLD), []]  # its norm reads it
 
 
 def _pieces(rank: int, world: int) -> tuple[list[Event], list[Event]]:
