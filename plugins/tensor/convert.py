@@ -51,8 +51,6 @@ def convert(
     comm = mesh["tp"]
     streams = Streams(comm.index)
     sequence = Sequence(comm, streams) if trunk is not None else None
-    # where hooks of ZeRO-3 stand between embedding and layers, they get the sum
-    enters = trunk is not None and mesh.layout.zero_stage < 3
     siblings: dict[str, list[Target]] = {}
     done: set[object] = set()
     for target in targets.values():
@@ -69,7 +67,7 @@ def convert(
             place = sequence if scatters else None
             become_row(target.module, target.style, comm, streams, sequence=place, pieces=pieces)
         else:
-            _become_layer(model, target, comm, enters=enters)
+            _become_layer(model, target, comm, enters=trunk is not None)
     for owner, group in siblings.items():
         inside = trunk is not None and trunk.is_region(group[0].fqn)
         last = sequence.last if sequence is not None and inside else None

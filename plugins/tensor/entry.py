@@ -114,7 +114,7 @@ class SharedInput:
         if handed is not None and source is None:
             out = linear(handed, weight, bias, transposed=transposed)
         else:
-            begun = None if source is None else source[1].start.take(weight, bias, transposed)
+            begun = None if source is None else source[1].start.take(x, weight, bias, transposed)
             layer = Layer(*_as_used(x, weight, bias), transposed, begun)
             if handed is None:
                 out, handed = self._lead(x.to(autocast_dtype(x)), source, layer)

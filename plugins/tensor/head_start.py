@@ -34,26 +34,18 @@ class Reader:
         return weight, bias
 
 
-@dataclass(frozen=True, eq=False)
-class Begun:
-    """x W^T + b of which the rows of this rank's own tokens are there.
+def product_in_parts(x: Tensor, weight: Tensor, bias: Tensor | None, own: slice, begun: Tensor | None) -> Tensor:
+    """x W^T + b [..., out] for the whole x [..., in]; of `begun`, rows `own` are there.
 
-    Attributes:
-        out: [*tokens.shape, out].
-        own: those rows.
-        of: the parameter W, and how often it had been changed in place.
+    Made in the same parts whether or not something was begun: a product's last bits depend on the number of rows, and
+    a run that goes on from a checkpoint shall compute what it would have computed.
     """
-
-    out: Tensor
-    own: slice
-    of: tuple[Tensor, int]
-
-    def finish(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """All rows, for the whole x [*tokens.shape, in] and the weight [out, in] and bias in its dtype."""
-        flat, out = x.reshape(-1, x.shape[-1]), self.out.view(-1, self.out.shape[-1])
-        for rows in (slice(0, self.own.start), slice(self.own.stop, len(out))):
-            linear_into(flat[rows], weight, bias, out[rows])
-        return self.out
+    out = x.new_empty(*x.shape[:-1], weight.shape[0]) if begun is None else begun
+    flat, rows = x.reshape(-1, x.shape[-1]), out.view(-1, out.shape[-1])
+    for part in (own, slice(0, own.start), slice(own.stop, len(rows))):
+        if begun is None or part is not own:
+            linear_into(flat[part], weight, bias, rows[part])
+    return out
 
 
 class HeadStart:
@@ -61,7 +53,7 @@ class HeadStart:
 
     def __init__(self) -> None:
         self._seen: list[Reader] = []
-        self._begun: dict[int, Begun] = {}
+        self._begun: dict[int, tuple[Tensor, int, Tensor]] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HeadStart:
         return HeadStart()  # a copy has weights of its own
@@ -70,22 +62,23 @@ class HeadStart:
         """The products of rank `index`'s tokens, [*tokens.shard_shape, in], for the readers of the last call."""
         readers, self._seen = self._seen, []
         self._begun = {}
-        start, stop = (min(at * tokens.each, tokens.count) for at in (index, index + 1))
-        mine = shard.reshape(-1, shard.shape[-1])[: stop - start]
+        own, dtype = tokens.of_rank(index), autocast_dtype(shard)
+        mine = shard.reshape(-1, shard.shape[-1])[: own.stop - own.start].to(dtype)
         for reader in readers:
             if (parameters := reader.parameters()) is None:
                 continue
-            (parameter, bias), dtype = parameters, autocast_dtype(shard)
+            parameter, bias = parameters
             weight = parameter.t() if reader.transposed else parameter
             if is_autocast(shard):
                 weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
-            out = shard.new_empty(*tokens.shape, weight.shape[0])
-            linear_into(mine, weight, bias, out.view(-1, weight.shape[0])[start:stop])
-            self._begun[id(parameter)] = Begun(out, slice(start, stop), (parameter, parameter._version))
+            out = mine.new_empty(*tokens.shape, weight.shape[0])
+            linear_into(mine, weight, bias, out.view(-1, weight.shape[0])[own])
+            self._begun[id(parameter)] = parameter, parameter._version, out
 
-    def take(self, weight: Tensor, bias: Tensor | None, transposed: bool) -> Begun | None:
-        """What was begun for the layer with these parameters, which reads the input now."""
+    def take(self, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor | None:
+        """The product [*tokens.shape, out] that was begun for the layer with these parameters, which reads x now."""
         self._seen.append(Reader(ref(weight), None if bias is None else ref(bias), transposed))
-        begun = self._begun.pop(id(weight), None)
-        same = begun is not None and begun.of[0] is weight and begun.of[1] == weight._version
-        return begun if same else None
+        parameter, version, out = self._begun.pop(id(weight), (None, 0, None))
+        if out is None or parameter is not weight or version != weight._version or out.dtype is not autocast_dtype(x):
+            return None
+        return out

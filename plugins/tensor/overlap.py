@@ -21,7 +21,7 @@ from typing import Any, cast
 from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
-from parallax.plugins.tensor.head_start import Begun, HeadStart
+from parallax.plugins.tensor.head_start import HeadStart, product_in_parts
 from parallax.plugins.tensor.sequence_functions import Tokens, unpadded
 from parallax.plugins.tensor.workspace import Workspace
 from parallax.strategies.accumulation import weight_gradient
@@ -87,13 +87,13 @@ class Layer:
 
     Attributes:
         weight: [out, in], or [in, out] when `transposed`: the parameter itself, or its cast.
-        begun: what there is of its product already.
+        begun: its product, if some rows of it are there already.
     """
 
     weight: Tensor
     bias: Tensor | None
     transposed: bool
-    begun: Begun | None = None
+    begun: Tensor | None = None
 
 
 def _flat(x: Tensor) -> Tensor:
@@ -105,12 +105,11 @@ def _usual(weight: Tensor, transposed: bool) -> Tensor:
     return weight.t() if transposed else weight
 
 
-def _product(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: Layer) -> Tensor:
-    """x W^T + b. Notes on `ctx` what the gradients of weight and bias, its inputs 1 and 2, ask for."""
+def _note(ctx: Any, weight: Tensor, layer: Layer) -> Tensor:
+    """What the gradients of weight and bias, inputs 1 and 2 of the node, ask for; the weight as [out, in]."""
     ctx.weight, ctx.transposed, ctx.bias_grad = weight, layer.transposed, ctx.needs_input_grad[2]
     ctx.set_materialize_grads(False)
-    usual, begun = _usual(weight, layer.transposed), layer.begun
-    return linear_product(x, usual, bias) if begun is None else begun.finish(x, usual, bias)
+    return _usual(weight, layer.transposed)
 
 
 def _sum_input_grads(grad: Tensor | None, weight: Tensor, others: Tensor | None, out: Tensor | None = None) -> Tensor:
@@ -143,7 +142,7 @@ class _Lead(Function):
         ctx.comm = comm
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         # an alias: x itself would make the output a view of it
-        return _product(ctx, x, weight, bias, layer), x.detach()
+        return linear_product(x, _note(ctx, weight, layer), bias), x.detach()
 
     @staticmethod
     @once_differentiable
@@ -160,9 +159,13 @@ class _Lead(Function):
         return inputs.view(*like.shape[:-1], inputs.shape[-1]), *grads, None, None
 
 
-def _save(ctx: Any, whole: Tensor, shard: Tensor, weight: Tensor, gathering: Gathering) -> None:
-    ctx.gathering = gathering
+def _gathered_product(
+    ctx: Any, whole: Tensor, shard: Tensor, weight: Tensor, bias: Tensor | None, layer: Layer, gathering: Gathering
+) -> Tensor:
+    """whole W^T + b; saves what its backward needs."""
+    ctx.gathering, usual = gathering, _note(ctx, weight, layer)
     ctx.save_for_backward((whole if gathering.keeps else shard) if ctx.needs_input_grad[1] else None, weight)
+    return product_in_parts(whole, usual, bias, gathering.tokens.of_rank(gathering.comm.index), layer.begun)
 
 
 class _LeadGathered(Function):
@@ -178,8 +181,7 @@ class _LeadGathered(Function):
         layer: Layer,
         gathering: Gathering,
     ) -> tuple[Tensor, Tensor]:
-        _save(ctx, whole, shard, weight, gathering)
-        return _product(ctx, whole, weight, bias, layer), whole.detach()
+        return _gathered_product(ctx, whole, shard, weight, bias, layer, gathering), whole.detach()
 
     @staticmethod
     @once_differentiable
@@ -220,8 +222,7 @@ class _FollowGathered(Function):
         layer: Layer,
         gathering: Gathering,
     ) -> Tensor:
-        _save(ctx, whole, shard, weight, gathering)
-        return _product(ctx, whole, weight, bias, layer)
+        return _gathered_product(ctx, whole, shard, weight, bias, layer, gathering)
 
     @staticmethod
     @once_differentiable

@@ -64,6 +64,10 @@ class Tokens:
         """Tokens on all ranks, padding included."""
         return self.each * self.ranks
 
+    def of_rank(self, index: int) -> slice:
+        """Rank `index`'s tokens, without padding."""
+        return slice(min(index * self.each, self.count), min((index + 1) * self.each, self.count))
+
     def as_seen(self, dims: int) -> Tokens:
         """The same for code that has flattened its tokens to [tokens, h]: `dims` is that of its tensors."""
         return self if dims > 2 or len(self.shape) == 1 else Tokens((self.count,), self.ranks)
@@ -72,10 +76,9 @@ class Tokens:
 def local_part(whole: Tensor, tokens: Tokens, index: int) -> Tensor:
     """Rank `index`'s tokens of [*shape, h] as [*shard_shape, h]: a view, but for padding."""
     flat = whole.reshape(tokens.count, -1)
-    start, stop = min(index * tokens.each, tokens.count), min((index + 1) * tokens.each, tokens.count)
-    part = flat[start:stop]
-    if stop - start < tokens.each:
-        part = torch.cat([part, flat.new_zeros(tokens.each - (stop - start), flat.shape[1])])
+    part = flat[tokens.of_rank(index)]
+    if len(part) < tokens.each:
+        part = torch.cat([part, flat.new_zeros(tokens.each - len(part), flat.shape[1])])
     return part.view(*tokens.shard_shape, -1)
 
 

@@ -149,8 +149,8 @@ def _add_call(sums: _Sums, target: Target, call: Call, *, is_head: bool) -> None
 
 
 def _enters(sums: _Sums, seen: Seen) -> bool:
-    """Whether the first layer reads just this tensor; ZeRO-3's hooks are given its sum."""
-    if sums.trunk is None or sums.case.layout.zero_stage == 3:
+    """Whether the first layer reads just this tensor."""
+    if sums.trunk is None:
         return False
     return any(call.hidden.number == seen.number for _, call in _called(sums.case, f"{sums.trunk.layers}.0"))
 

@@ -4,11 +4,13 @@ It is: a tensor subclass that looks like the sum and carries this rank's summand
 layers scatters it while summing: half of what an all-reduce sends (Korthikanti et al. 2022, section 4.2.2). Whatever
 else reads it (positions that are added, a norm, a dropout) sums it first, once. It is not: any part of the layers.
 
-Sizes, dtypes and devices are answered without summing, so that masks and rotary tables cost nothing.
+Sizes, dtypes and devices are answered without summing, so that masks and rotary tables cost nothing; and what hooks
+hand on in its place (`detach` in a function of theirs, as DeepSpeed's ZeRO-3 does) still waits.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -21,8 +23,9 @@ from parallax.plugins.tensor.metadata import METADATA
 from parallax.strategies.comm import AxisComm
 
 
-class Unsummed(Tensor):
-    """[..., h], the sum over ranks of `part`.
+@dataclass(eq=False)
+class Summand:
+    """What all aliases of one such tensor share.
 
     Attributes:
         part: this rank's summand, without history; after the sum, the sum.
@@ -32,20 +35,27 @@ class Unsummed(Tensor):
 
     part: Tensor
     comm: AxisComm
-    is_summed: bool
+    is_summed: bool = False
+
+
+class Unsummed(Tensor):
+    """[..., h], the sum over ranks of `own.part`."""
+
+    own: Summand
     _sum: Tensor | None
 
     @staticmethod
-    def make(part: Tensor, comm: AxisComm) -> Unsummed:
+    def make(own: Summand) -> Unsummed:
+        like = own.part
         out: Any = Tensor._make_wrapper_subclass(
-            Unsummed, part.shape, dtype=part.dtype, device=part.device, requires_grad=False
+            Unsummed, like.shape, dtype=like.dtype, device=like.device, requires_grad=False
         )
-        out.part, out.comm, out.is_summed, out._sum = part, comm, False, None
+        out.own, out._sum = own, None
         return cast(Unsummed, out)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         with torch._C.DisableTorchFunctionSubclass():
-            return f"Unsummed(shape={tuple(self.shape)}, dtype={self.dtype}, over {self.comm})"
+            return f"Unsummed(shape={tuple(self.shape)}, dtype={self.dtype}, over {self.own.comm})"
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -53,6 +63,8 @@ class Unsummed(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if func in METADATA or (func is Tensor.requires_grad_ and args[0].requires_grad):
                 return func(*args, **kwargs)
+            if func is Tensor.detach:
+                return Unsummed.make(args[0].own)
             return func(*pytree.tree_map(summed, args), **pytree.tree_map(summed, kwargs))
 
     @classmethod
@@ -66,7 +78,7 @@ class Unsummed(Tensor):
 class _Wrap(Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, comm: AxisComm) -> Tensor:
-        return Unsummed.make(part.detach(), comm)
+        return Unsummed.make(Summand(part.detach(), comm))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -76,7 +88,7 @@ class _Wrap(Function):
 class _Unwrap(Function):
     @staticmethod
     def forward(ctx: Any, x: Unsummed) -> Tensor:
-        return x.part.detach()
+        return x.own.part.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
@@ -90,7 +102,7 @@ def unsummed(part: Tensor, comm: AxisComm) -> Tensor:
 
 def summand(x: Tensor) -> Tensor | None:
     """This rank's part of `x`, in its graph, if the sum has not been made; else None."""
-    if not isinstance(x, Unsummed) or x.is_summed:
+    if not isinstance(x, Unsummed) or x.own.is_summed:
         return None
     with torch._C.DisableTorchFunctionSubclass():
         return cast(Tensor, _Unwrap.apply(x))
@@ -105,8 +117,8 @@ def summed(x: Any) -> Any:
             return _values(x)
         if x._sum is None:  # kept: what is changed in place is this tensor
             part = _Unwrap.apply(x)
-            x._sum = part if x.is_summed else reduce_from_region(part, x.comm)
-            x.is_summed = True
+            x._sum = part if x.own.is_summed else reduce_from_region(part, x.own.comm)
+            x.own.is_summed = True
         return x._sum
 
 
@@ -114,7 +126,7 @@ def _values(x: Any) -> Any:
     """The summed values, without history."""
     if not isinstance(x, Unsummed):
         return x
-    if not x.is_summed:
-        x.comm.all_reduce(x.part)
-        x.is_summed = True
-    return x.part
+    if not x.own.is_summed:
+        x.own.comm.all_reduce(x.own.part)
+        x.own.is_summed = True
+    return x.own.part
