@@ -29,7 +29,6 @@ from torch.autograd.function import Function, once_differentiable
 from parallax.plugins.tensor.workspace import Workspace
 from parallax.strategies.comm import AxisComm
 
-
 Meanwhile = Callable[[Tensor], None]
 """What is done with a shard while the whole is gathered."""
 
