@@ -148,6 +148,8 @@ def compare(rank: int, world: int, model_type: str, options: dict[str, Any], cha
 
 def _step(model: nn.Module, plugins: list[ParallelPlugin], mesh: Mesh, ids: Tensor) -> tuple[Tensor, dict[str, int]]:
     """Loss, and bytes by kind and phase; gradients are finished."""
+    if mesh.layout.sequence_parallel is not False:
+        loss_of(model, ids[:, :-3])  # shows who reads gathered inputs, which get a head start from then on
     mesh.ledger.reset()
     torch.manual_seed(SEED)
     with mesh.ledger.during("forward"):
