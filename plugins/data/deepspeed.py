@@ -93,7 +93,8 @@ class DeepSpeedEngine(DataEngine):
         self.trained = {n: p for n, p in trained_names(module, optimizer).items() if p.numel()}
         self.owned = {p for name, p in self.trained.items() if owned(name)}
         dtype = one_dtype(self.trained)
-        found = [p for name, p in self.trained.items() if averaged_over(name) == "edp"]
+        # Frozen ones, too: of what is not marked DeepSpeed gives every data rank rank 0's values.
+        found = [p for name, p in module.named_parameters() if averaged_over(name) == "edp" and p.numel()]
         self.experts = ExpertGroups(found, optimizer, mesh, layout.zero_stage)
         self.step_module = _Step(module, fill_groups(optimizer, dtype, self.device))
         self.restore = Restore(self.step_module)

@@ -87,9 +87,12 @@ def gpt_oss() -> nn.Module:
 
 
 def olmoe() -> nn.Module:
+    """The experts of its second layer are frozen, as all are where adapters train."""
     from transformers import OlmoeConfig, OlmoeForCausalLM
 
-    return OlmoeForCausalLM(OlmoeConfig(**SIZES, intermediate_size=16, num_experts=8, num_experts_per_tok=2))
+    model = OlmoeForCausalLM(OlmoeConfig(**SIZES, intermediate_size=16, num_experts=8, num_experts_per_tok=2))
+    model.model.layers[1].mlp.experts.requires_grad_(False)
+    return model
 
 
 class PlainExperts(nn.Module):
