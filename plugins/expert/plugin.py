@@ -6,8 +6,8 @@ the data engine does over "edp" for what is cut over "ep".
 
 What is sent per layer and micro-batch, for T tokens on this rank that choose k experts each, of h elements:
 forward two all-to-alls of T k h elements (dispatch, combine) and one of E counts; backward two more. Where experts
-fold over tp, its ranks send their shares of T tokens. Where the block is given whole sequences, outputs are gathered over
-"tp_shares", in backward the gradients of tokens and weights; on sequence shards nothing is (`sequence_plan.py`).
+fold over tp, its ranks send their shares of T tokens. Where the block is given whole sequences, outputs are gathered
+over "tp_shares", in backward the gradients of tokens and weights; on sequence shards nothing is (`sequence_plan.py`).
 """
 
 from __future__ import annotations
@@ -89,6 +89,13 @@ class ExpertParallel(ParallelPlugin):
             raise ValueError(
                 f"expert_chunks={self._chunks}, but expert_parallel_size is 1, so that no token travels; leave it out"
             )
+        for target in targets if ep > 1 or etp < layout.tensor_parallel_size else ():
+            if hasattr(target.module, "base_layer"):
+                raise ValueError(
+                    f"{target.fqn} has adapters on the parameters of its experts (peft's target_parameters), which are "
+                    f"not cut with them; adapt other modules (target_modules), or keep experts on every rank: "
+                    f"expert_parallel_size=1, without expert_tensor_parallel_size"
+                )
         if ep > 1 and not any(t.grouped for t in targets):
             old = next(old_style(model), None)
             why = f"; {old!r} is a list of modules: keep the experts' weights in one tensor each" if old else ""

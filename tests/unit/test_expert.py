@@ -60,6 +60,17 @@ def test_parameters_of_no_single_expert_do_not_fold_over_tp() -> None:
         check("tp2 ep2 etp1", model)
 
 
+@pytest.mark.parametrize("layout", ["dp2 ep2", "tp2 etp1"])
+def test_adapters_on_experts_do_not_travel(layout: str) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    model = get_peft_model(mixtral(), LoraConfig(target_modules=[], target_parameters=names))
+    with pytest.raises(ValueError, match=r"0.mlp.experts has adapters .*target_modules.*or keep experts on every rank"):
+        check(layout, model, world=2)
+    check("tp2", model, world=2)
+
+
 def test_a_width_that_tp_does_not_divide() -> None:
     with pytest.raises(ValueError, match="tensor_parallel_size=16 does not divide the experts' width 24"):
         check("tp16 ep2", PlainMoe(), world=32)
