@@ -197,10 +197,9 @@ def install(model: nn.Module, trunk: Trunk, sequence: Sequence) -> None:
         for fqn in fqns:
             if fqn in modules and not is_foreign(modules[fqn]):
                 become(modules[fqn], sequence)
-    for fqn in trunk.experts:
-        if fqn in modules and not is_foreign(modules[fqn]):
-            modules[fqn].__dict__["real"] = sequence.real
     if trunk.experts:
+        for experts in (modules[fqn] for fqn in trunk.experts if fqn in modules):
+            experts.__dict__["real"] = sequence.real
         _become_owner(modules[trunk.owner], sequence)
     last = modules.get(trunk.exit or "")
     if trunk.exit and last is not None and not is_foreign(last):

@@ -86,7 +86,7 @@ class Trunk:
 def find_trunk(
     model: nn.Module, targets: Mapping[str, Target], experts: Iterable[ExpertsTarget] = (), *, folded: bool = False
 ) -> Trunk | str:
-    """The trunk of a whole model, or the reason why it has none; `folded`: whether `experts` fold over the whole axis."""
+    """The trunk of a whole model, or the reason why it has none; `folded`: whether `experts` fold over all the axis."""
     modules = dict(model.named_modules())
     cut = {fqn: t for fqn, t in targets.items() if t.style.kind in (Kind.COLUMN, Kind.ROW) and not t.part}
     lists = {name for fqn in cut if (name := _list_around(modules, fqn)) is not None}
@@ -102,7 +102,7 @@ def find_trunk(
         reason = _sort_children(trunk, f"{trunk.layers}.{i}", layer, targets, mixtures)
         if reason is not None:
             return reason
-    if not (trunk.blocks or trunk.direct):
+    if not (trunk.direct or any(block.rpartition(".")[0] not in mixtures for block in trunk.blocks)):
         return "its plan cuts no attention or MLP from column to row"
     trunk.exit = _last_norm(model, trunk, modules)
     return _shared_outside(model, trunk) or trunk
@@ -115,7 +115,11 @@ def _list_around(modules: Mapping[str, nn.Module], fqn: str) -> str | None:
 
 
 def _sort_children(
-    trunk: Trunk, fqn: str, layer: nn.Module, targets: Mapping[str, Target], mixtures: Mapping[str, ExpertsTarget | None]
+    trunk: Trunk,
+    fqn: str,
+    layer: nn.Module,
+    targets: Mapping[str, Target],
+    mixtures: Mapping[str, ExpertsTarget | None],
 ) -> str | None:
     """`mixtures`: FQN of a block with experts -> these, if they fold over the axis."""
     direct: list[Target] = []
@@ -182,8 +186,8 @@ def _dense_parts(
 ) -> list[str] | None:
     """FQNs of the blocks in a mixture-of-experts block that routes each token by itself; None when it may not.
 
-    Its code must be transformers', or say `token_wise = True`; it is called with hidden states alone, and beside experts
-    and router nothing is in it but blocks (shared experts) and what is token-wise.
+    Its code must be transformers', or say `token_wise = True`; it is called with hidden states alone, and beside
+    experts and router nothing is in it but blocks (shared experts) and what is token-wise.
     """
     trusted = type(block).__module__.startswith("transformers.") or getattr(block, "token_wise", False)
     named = [p for p in inspect.signature(block.forward).parameters.values() if p.kind is not p.VAR_KEYWORD]
