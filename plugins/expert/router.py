@@ -1,8 +1,8 @@
 """A router whose scores are computed in fp32 while the rest of the model runs in half precision.
 
 It is: the arithmetic of the router's own forward in fp32: autocast off, tokens and weights widened where they meet. It
-is not: the search for the router (`block.py`), which experts are chosen or how their weights are normalised, which stays
-the model's, or a change of how its parameters are kept.
+is not: the search for it (`block.py`), which experts are chosen or how their weights are normalised, which stays the
+model's, or a change of how its parameters are kept.
 
 Scores of two experts often differ by less than bf16 tells apart, so that rounding decides where a token goes (Fedus et
 al. 2021, "Switch Transformers", section 2.4).

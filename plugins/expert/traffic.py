@@ -4,8 +4,8 @@ It is: for T tokens here that choose k of E experts, of h elements of w bytes, p
 al. 2020): forward one all-to-all of E counts, one of T k h w there and one back, backward two. Where experts are cut
 over etp as well an all-reduce of T h w forward, of T h w and of T k weights backward. Where s ranks of tp share tokens
 T is a share, T' s shares of equal length: forward an all-gather of T' h w, backward of T' h w and of T' k weights; on
-sequence shards, which are shares already, nothing. What comes back to a rank's experts depends on what the tokens chose,
-so that the exchange is known as the sum over the group. It is not: a count.
+sequence shards, which are shares already, nothing. What comes back to a rank's experts depends on what the tokens
+chose, so that the exchange is known as the sum over the group. It is not: a count.
 """
 
 from __future__ import annotations
