@@ -24,6 +24,7 @@ from parallax.plugins.data.base import Clip, DataEngine, StepResult
 from parallax.plugins.pipeline.actions import placement
 from parallax.plugins.pipeline.catalog import Schedule, make_lists
 from parallax.plugins.pipeline.executor import Executor
+from parallax.plugins.pipeline.foreign import spread, sums_refused
 from parallax.plugins.pipeline.plugin import PipelineParallel
 from parallax.plugins.pipeline.routes import Route, route
 from parallax.plugins.pipeline.schedules.basic import forward_only, one_f_one_b
@@ -97,6 +98,7 @@ class Engine:
         self._share = TreeShare(mesh["pp"], device, source=source)
         self._metrics = MetricShare(module, mesh, source=source)
         self._stage = None if pipeline is None else pipeline.state
+        self._spread = spread(module)
         recompute = mesh.layout.recompute == "stage"
         self.executor = Executor(data, mesh.ledger, self._stage, transfer, recompute=recompute)
 
@@ -248,11 +250,11 @@ class Engine:
                 if self._stage is not None and not self._stage.is_last:
                     # It ends with the stage; what it has logged and counted by then it does again on the last one.
                     recorder.start(None)
-                    with self._metrics.left_alone(), self._autocast():
+                    with self._metrics.left_alone(), self._autocast(), sums_refused(self._spread):
                         return fn(parts[index], *rest)
                 recorder.start(index)
                 kept.start()
-                with self._autocast():
+                with self._autocast(), sums_refused(self._spread):
                     output = self._whole(fn(parts[index], *rest))
                 kept.stop(index, self._whole)
                 return output

@@ -5,7 +5,8 @@ objects that refuse everything else. It is not: the part that a stub takes in a 
 """
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -100,3 +101,40 @@ class Foreign(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.fqn}, on {self.home}"
+
+
+def spread(model: nn.Module) -> list[nn.Module]:
+    """Modules of which parts live on other stages."""
+    real = [m for m in model.modules() if not isinstance(m, Foreign)]
+    return [m for m in real if any(isinstance(part, Foreign) for part in m.modules())]
+
+
+@contextmanager
+def sums_refused(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Inside, going through the parameters of `modules`, which are `spread`, is refused after the first of them.
+
+    Code looks at the first for dtype and device; whoever goes on computes something of all of them, such as a penalty
+    on weights, and would get this stage's part of it.
+    """
+
+    def guarded(module: nn.Module) -> Callable[..., Iterator[tuple[str, nn.Parameter]]]:
+        def named_parameters(prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Any:
+            for at, entry in enumerate(type(module).named_parameters(module, prefix, recurse, remove_duplicate)):
+                if at and recurse:
+                    raise ValueError(
+                        f"the step goes through the parameters of {type(module).__name__}, of which this pipeline "
+                        f"stage holds a part: a penalty or a norm would be that of the part. Use the optimizer's "
+                        f"weight_decay for a penalty, trainer.strategy.last_step.grad_norm for the gradients' norm, or "
+                        f"pipeline_parallel_size=1"
+                    )
+                yield entry
+
+        return named_parameters
+
+    for module in modules:
+        vars(module)["named_parameters"] = guarded(module)
+    try:
+        yield
+    finally:
+        for module in modules:
+            del vars(module)["named_parameters"]

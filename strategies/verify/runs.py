@@ -260,9 +260,10 @@ class _OneProcess(SingleDeviceStrategy):
 
     def setup(self, trainer: Any) -> None:
         module = self.lightning_module
-        assert module is not None and self._recording is not None
-        self._recording.capture(module)
-        materialize(module, self._recording, shard_of=lambda fqn: None, seed=self._seed, device="cpu")
+        assert module is not None
+        if self._recording is not None:  # else `__init__` has built the model, from the same seed as on every rank
+            self._recording.capture(module)
+            materialize(module, self._recording, shard_of=lambda fqn: None, seed=self._seed, device="cpu")
         self.precision_plugin.convert_module(module)
         super().setup(trainer)
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
+from parallax.strategies import refusals
 from parallax.strategies.layout import Layout
 from parallax.strategies.verify.bytes import Row, compare_bytes
 from parallax.strategies.verify.compare import TOLERANCE, Comparison, Difference
@@ -122,7 +123,8 @@ def verify(
     if dropout and dropout < LEAST_STEPS:
         raise ValueError(f"dropout={dropout} steps are too few for statistics; use at least {LEAST_STEPS}")
     parsed = Target.parse(target) if isinstance(target, str) else target
-    parsed.build()  # what is wrong with the script is said here, before any rank starts
+    module, _ = parsed.build()  # what is wrong with the script is said here, before any rank starts
+    refusals.check(module, training=True, fresh=True)
     settings = Settings(parsed, steps, dtype, clip, shrink=shrink, options=options or {}, prepare=prepare)
     asked = [Layout.from_any(la) for la in ([layouts] if isinstance(layouts, str) else layouts)]
     resolved = [la.resolve(world or la.ranks_needed) for la in asked]

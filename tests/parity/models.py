@@ -85,7 +85,7 @@ class Plain(nn.Module):
         x = self.embed(ids) + self.position[: ids.shape[1]]
         for layer in self.layers:
             x = layer(x)
-        return self.head(self.norm(x)) * self.scale
+        return self.head(self.norm(x) * self.scale)
 
 
 def hf_loss(model: Any, batch: Mapping[str, Tensor]) -> Tensor:

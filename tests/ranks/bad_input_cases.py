@@ -141,6 +141,11 @@ class NoLoss(Lit):
         plain_loss(self.model, batch)
 
 
+class Penalty(Lit):
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        return super().training_step(batch, index) + sum(p.square().sum() for p in self.model.parameters())
+
+
 class Twice(Lit):
     """Calls the whole model a second time, as contrastive losses do."""
 
@@ -338,6 +343,7 @@ CASES: Mapping[str, Case] = {
     "no_loss_gpipe": Case("pp2 tp2 mb4 gpipe", module=NoLoss),
     "later": Case("pp2", module=LossLater),
     "twice": Case("pp2 mb4", module=Twice),
+    "penalty": Case("pp2 mb4", module=Penalty),
     "norm_late": Case("pp2", module=lambda: Lit(NormLate())),
     "norm_early": Case("pp2", module=lambda: Lit(NormEarly())),
     "crash": Case("pp2 mb4", module=Crash),

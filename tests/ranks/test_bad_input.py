@@ -80,6 +80,8 @@ EXPECTED: Mapping[str, str] = {
     "norm_early": "'model.norm' lives on a later pipeline stage but was called before this stage's last layer. If it "
     "runs before the layers, name it before them in pp_plan, for example pp_plan = {'model.norm': ..., 'layers': ...}",
     "twice": "use pipeline_parallel_size=1; if the step calls the model twice, call it once, on both inputs joined",
+    "penalty": "the step goes through the parameters of Plain, of which this pipeline stage holds a "
+    "part: a penalty or a norm would be that of the part. Use the optimizer's weight_decay for a penalty, ",
     "no_validation": "the step returned on stage 0 without running all of the stage's layers; training_step, "
     "validation_step and the like must call the whole model on every batch",
 }

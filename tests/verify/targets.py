@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from tests.parity.models import BUILD, SEQ, VOCAB, gpt2
+from tests.parity.models import Plain as PlainModel
 from tests.parity.moe_models import logits_loss
 
 
@@ -59,7 +60,14 @@ class Gpt2(Lit):
 
 
 class Plain(Lit):
+    """Built in `__init__`, with a scalar of its own."""
+
     name = "plain"
+    configure_model = LightningModule.configure_model
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = PlainModel(scaled=True)
 
 
 class Moe(Lit):
@@ -71,6 +79,12 @@ class Moody(Lit):
 
     def training_step(self, batch: Any, index: int) -> Tensor:
         return super().training_step(batch, index) * (1 + int.from_bytes(os.urandom(2), "big") / 1e6)
+
+
+class Manual(Lit):
+    @property
+    def automatic_optimization(self) -> bool:
+        return False
 
 
 class NotAModule:

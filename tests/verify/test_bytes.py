@@ -23,7 +23,7 @@ CASES = {
         "pp2 dp2 zero3 mb2 recompute=stage",
     ],
     "Gpt2": ["tp2 pp2 interleaved_1f1b v2 mb4", "cp2 dp2 ulysses zero2 mb2 recompute=full", "dp2 zero3 fsdp"],
-    "Plain": ["tp2 cp2 all_gather mb2", "cp4 inner2 hybrid"],
+    "Plain": ["tp2 cp2 all_gather mb2", "cp4 inner2 hybrid", "pp2 dp2 zero1 zb_v mb2"],
     "DeepSeek": ["tp2 dp2 ep4 etp1 zero1 recompute=full", "pp2 dp2 ep2 zero3 mb4 recompute=full"],
     "Qwen2Moe": ["dp2 ep2 zero3 recompute=full"],
     "Olmo2": ["tp2 recompute=full"],

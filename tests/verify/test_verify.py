@@ -25,7 +25,7 @@ from parallax.strategies.verify.verify import require_repeatable
 from tests.verify.faults import scaled_by_microbatches
 
 SCRIPT = str(Path(__file__).with_name("targets.py"))
-LAYOUTS = ["tp2 pp2", "dp2 zero1", "pp2 dp2 zero3", "cp2 dp2 zero2", "pp4 mb4 zb_h1"]
+LAYOUTS = ["tp2 pp2", "pp2 dp2 zero3", "cp2 dp2 zero2", "pp4 mb4 zb_h1"]
 
 
 @pytest.mark.limit(200)
@@ -146,6 +146,7 @@ def test_a_shrunken_architecture_computes_and_keeps_its_kinds(family: str) -> No
         (f"{SCRIPT}:Litt", "dp2", "did you mean 'Lit'"),
         (f"{SCRIPT}:NotAModule", "dp2", "makes a NotAModule, not a LightningModule"),
         (f"{SCRIPT}:needs_an_argument", "dp2", "cannot be called without arguments"),
+        (f"{SCRIPT}:Manual", "dp2", "Manual uses manual optimization"),
         (f"{SCRIPT}:Lit", "tp3", "num_attention_heads"),
         (f"{SCRIPT}:Lit", "tp2 tpp2", "tpp2"),
     ],
