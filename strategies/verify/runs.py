@@ -225,7 +225,7 @@ def _prepared(settings: Settings) -> Iterator[None]:
 
 
 def _trainer(settings: Settings, module: LightningModule, *observers: Callback, **options: Any) -> Trainer:
-    callbacks: list[Any] = [*([] if settings.dropout else [_NoDropout()]), *observers]
+    callbacks: list[Any] = [_StepsOnly(), *([] if settings.dropout else [_NoDropout()]), *observers]
     if settings.dropout:  # masks are compared, at weights that stay
         module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=0.0)  # type: ignore[method-assign]
     return Trainer(
@@ -266,6 +266,14 @@ class _OneProcess(SingleDeviceStrategy):
             materialize(module, self._recording, shard_of=lambda fqn: None, seed=self._seed, device="cpu")
         self.precision_plugin.convert_module(module)
         super().setup(trainer)
+
+
+class _StepsOnly(Callback):
+    """Leaves out schedulers of epochs: all steps of one process are one epoch, however short the layout's are."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        strategy: Any = trainer.strategy
+        strategy.lr_scheduler_configs = [c for c in strategy.lr_scheduler_configs if c.interval == "step"]
 
 
 class _NoDropout(Callback):

@@ -60,7 +60,7 @@ class Gpt2(Lit):
 
 
 class Plain(Lit):
-    """Built in `__init__`, with a scalar of its own."""
+    """Built in `__init__`, with a scalar of its own and a scheduler of epochs."""
 
     name = "plain"
     configure_model = LightningModule.configure_model
@@ -68,6 +68,12 @@ class Plain(Lit):
     def __init__(self) -> None:
         super().__init__()
         self.model = PlainModel(scaled=True)
+
+    def configure_optimizers(self) -> Any:
+        """With a scheduler of epochs, which waits for a validation that verify leaves out."""
+        optimizer = super().configure_optimizers()
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
 
 
 class Moe(Lit):
