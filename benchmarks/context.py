@@ -7,7 +7,8 @@
 One causal attention, forward and backward, fp32, one thread a process. All sides of a row run in the same processes, in
 turn, in rounds; a ratio is the median over rounds of the ratio of that round, with its extremes. *ideal* is the step of
 one process on the whole sequence over the number of ranks that have a core. *floor* is the same method with its
-transfers left out. *CPU* ratios are of processor seconds of all ranks, transfers included: on a busy machine they say
+transfers left out; *wire* is these transfers alone: the same messages in the same order, nothing computed. *CPU* ratios
+are of processor seconds of all ranks, transfers included: on a busy machine, and with more ranks than cores, they say
 more than the clock. *memory* is what the largest rank's resident set grows by, over 1/ranks of what one process's does.
 *balance* is the largest over the smallest CPU time of a rank, of the floor. Outputs and gradients of all sides must
 agree, or the numbers mean nothing. (torch's own `context_parallel` does not run on CPU in torch 2.13.)
@@ -29,11 +30,9 @@ from step_time import hardware, launch, ratio, spread
 HERE = Path(__file__).resolve().parent
 EAGER = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}
 """Makes the C library give memory back at once, so that a resident set is what is in use: slower, for memory alone."""
-SIDES = ["ring", "ring floor", "ulysses", "ulysses floor", "all_gather", "deepspeed-ulysses",
-         "ring contiguous", "ring contiguous floor"]  # fmt: skip
+SIDES = ["ring", "ring floor", "ring wire", "ulysses", "ulysses floor", "ulysses wire", "all_gather",
+         "deepspeed-ulysses", "ring contiguous", "ring contiguous floor"]  # fmt: skip
 WHAT = ["attention", "decoder"]
-FLOORS = {"ring": "ring floor", "ring contiguous": "ring contiguous floor", "ulysses": "ulysses floor",
-          "deepspeed-ulysses": "ulysses floor"}  # fmt: skip
 
 
 def run(what: str, world: int, names: list[str], sizes: dict[str, int], rounds: int, limit: float) -> dict[str, Any]:
@@ -45,39 +44,48 @@ def run(what: str, world: int, names: list[str], sizes: dict[str, int], rounds: 
 def both(what: str, world: int, names: list[str], sizes: dict[str, int], options: argparse.Namespace) -> dict[str, Any]:
     """Times from one launch, memory from another."""
     found = run(what, world, names, sizes, options.rounds, options.limit)
-    memory = run(what, world, names, sizes, 0, options.limit)
+    memory = run(what, world, [name for name in names if not name.endswith("wire")], sizes, 0, options.limit)
     for rank, held in zip(found["ranks"], memory["ranks"], strict=True):
-        for name, side in rank.items():
-            side["memory"] = held[name]["memory"]
+        for name, side in held.items():
+            rank[name]["memory"] = side["memory"]
     return found
 
 
 def rows(alone: dict[str, Any], found: dict[str, Any], world: int, tokens: int) -> list[str]:
-    """Lines of the table: one for each side but the floors."""
+    """Lines of the table: one for each side but floors and wires."""
     ranks, one = found["ranks"], alone["ranks"][0]["alone"]
     ideal = statistics.median(one["seconds"]) / min(world, os.cpu_count() or 1)
+    clocks = {
+        "seconds": {side: ranks[0][side]["seconds"] for side in ranks[0]},
+        "work": {side: _added([rank[side]["work"] for rank in ranks]) for side in ranks[0]},
+    }
     lines = []
     for name in ranks[0]:
-        if "floor" in name:
+        if name.endswith(("floor", "wire")):
             continue
+        method = name.replace("deepspeed-", "")
+        floor, wire, balance = f"{method} floor", f"{method} wire", ""
+        ratios = {over: ["", ""] for over in ("floor", "both", "peer")}
+        for at, by in enumerate(clocks.values()):
+            ratios["peer"][at] = ratio(by[name], by["deepspeed-ulysses"])
+            if floor in by:
+                ratios["floor"][at] = ratio(by[name], by[floor])
+            if floor in by and wire in by:
+                ratios["both"][at] = ratio(by[name], _added([by[floor], by[wire]]))
+        if floor in ranks[0]:
+            cpu = [statistics.median(rank[floor]["cpu"]) for rank in ranks]
+            balance = f"{max(cpu) / min(cpu):.2f}"
         seconds = ranks[0][name]["seconds"]
         memory = max(rank[name]["memory"] for rank in ranks) / (one["memory"] / world)
-        work = {side: [sum(parts) for parts in zip(*(rank[side]["work"] for rank in ranks), strict=True)]
-                for side in ranks[0]}  # fmt: skip
-        floor, floor_work, balance = "", "", ""
-        if FLOORS.get(name) in ranks[0]:
-            floor = ratio(seconds, ranks[0][FLOORS[name]]["seconds"])
-            floor_work = ratio(work[name], work[FLOORS[name]])
-            cpu = [statistics.median(rank[FLOORS[name]]["cpu"]) for rank in ranks]
-            balance = f"{max(cpu) / min(cpu):.2f}"
-        peer = ratio(seconds, ranks[0]["deepspeed-ulysses"]["seconds"])
-        peer_work = ratio(work[name], work["deepspeed-ulysses"])
         payload = f"{found['payload'][name] / 1e6:.1f}" if name in found["payload"] else ""
-        lines.append(
-            f"| {tokens} | {world} | {name} | {spread(seconds)} | {statistics.median(seconds) / ideal:.2f} | {floor} "
-            f"| {floor_work} | {peer} | {peer_work} | {payload} | {memory:.2f} | {balance} |"
-        )
+        columns = [str(tokens), str(world), name, spread(seconds), f"{statistics.median(seconds) / ideal:.2f}"]
+        columns += [column for pair in ratios.values() for column in pair]
+        lines.append(f"| {' | '.join([*columns, payload, f'{memory:.2f}', balance])} |")
     return lines
+
+
+def _added(series: list[list[float]]) -> list[float]:
+    return [sum(parts) for parts in zip(*series, strict=True)]
 
 
 def gap(alone: dict[str, Any], found: dict[str, Any]) -> float:
@@ -86,7 +94,7 @@ def gap(alone: dict[str, Any], found: dict[str, Any]) -> float:
     worst = 0.0
     for name, side in found["ranks"][0].items():
         if side["check"] is not None:
-            sums = [sum(parts) for parts in zip(*(rank[name]["check"] for rank in found["ranks"]), strict=True)]
+            sums = _added([rank[name]["check"] for rank in found["ranks"]])
             worst = max(worst, *(abs(a - b) / abs(b) for a, b in zip(sums, right, strict=True)))
     return worst
 
@@ -115,8 +123,8 @@ def main() -> int:
     parser.add_argument("--save", action="store_true", help="add to benchmarks/results/<date>-context.json")
     options, load = parser.parse_args(), os.getloadavg()[0]
 
-    columns = ["tokens", "ranks", "side", "ms: median (quartiles)", "/ideal", "/floor", "CPU/floor", "/deepspeed",
-               "CPU/deepspeed", "payload MB", "memory", "balance"]  # fmt: skip
+    columns = ["tokens", "ranks", "side", "ms: median (quartiles)", "/ideal", "/floor", "CPU/floor", "/(floor+wire)",
+               "CPU/(floor+wire)", "/deepspeed", "CPU/deepspeed", "payload MB", "memory", "balance"]  # fmt: skip
     print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}", flush=True)
     results, worst, names = [], 0.0, list(dict.fromkeys([*options.sides, "deepspeed-ulysses"]))
     for tokens in options.tokens if "attention" in options.what else ():

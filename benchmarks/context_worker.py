@@ -1,7 +1,8 @@
 """One process of `context.py`: every side of the comparison in turn, on the same tensors; rank 0 prints a line of JSON.
 
 A side attends to one causal sequence, forward and backward. The floor is a method with its transfers left out: the same
-kernels on blocks of the same size, whose contents are not the right ones.
+kernels on blocks of the same size, whose contents are not the right ones. The wire is what the floor leaves out: the
+messages of a method, from and to the memory that it used, and nothing else.
 
 Started with python (one process) or torchrun.
 """
@@ -15,7 +16,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -35,18 +36,59 @@ from parallax.strategies.mesh import Mesh
 MARK = "RESULT "
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """q, k, v [batch, local, heads, dim] -> out, likewise: as projections give them."""
+Step = Callable[..., tuple[Tensor, ...]]
+"""q, k, v and the gradient of the output -> out, dq, dk, dv; or nothing."""
+
+
+CLOCKS = {"seconds": time.perf_counter, "cpu": time.thread_time, "work": time.process_time}
+"""The wall's; processor seconds of the computing thread; those of the process, and so of its transfers."""
 
 
 class Silent(AxisComm):
     """A group whose calls send nothing; what they fill is copied from what they would send, since kernels take longer
-    for what memory happens to hold (no numbers, or tiny ones)."""
+    for what memory happens to hold (no numbers, or tiny ones). `spent`: what that took, by clock."""
+
+    spent: dict[str, float]
+
+    def _fill(self, out: Tensor, tensor: Tensor) -> None:
+        start = now()
+        out.view(-1).copy_(tensor.view(-1))
+        for name, took in since(start).items():
+            self.spent[name] += took
 
     def shift(self, send: Tensor, recv: Tensor, distance: int = 1, tag: int = 0) -> InFlight:
-        recv.copy_(send)
+        self._fill(recv, send)
         return named_work(_Done(), self, "shift")
 
-    def all_to_all_into(self, out: Tensor, tensor: Tensor, *_: Any, **__: Any) -> None:
-        out.view(-1).copy_(tensor.view(-1))
+    def all_to_all_into(self, out: Tensor, tensor: Tensor, *_: Any, **__: Any) -> InFlight:
+        self._fill(out, tensor)
+        return named_work(_Done(), self, "all_to_all")
+
+
+class Recorded(AxisComm):
+    """A group that keeps the messages of its calls, to send them again."""
+
+    messages: list[Callable[[], InFlight]]
+
+    def shift(self, *how: Any, **options: Any) -> InFlight:
+        self.messages.append(lambda: super(Recorded, self).shift(*how, **options))
+        return self.messages[-1]()
+
+    def all_to_all_into(self, out: Tensor, tensor: Tensor, *_: Any, **__: Any) -> InFlight:
+        self.messages.append(lambda: super(Recorded, self).all_to_all_into(out, tensor, async_op=True))
+        work = self.messages[-1]()
+        work.wait()
+        return work
+
+
+def now() -> dict[str, float]:
+    """What every clock says."""
+    return {name: clock() for name, clock in CLOCKS.items()}
+
+
+def since(start: dict[str, float]) -> dict[str, float]:
+    """What has passed by every clock."""
+    return {name: at - start[name] for name, at in now().items()}
 
 
 class _Done:
@@ -58,46 +100,76 @@ class _Done:
 
 @dataclass
 class Side:
-    """How a rank attends, and which part of the sequence it holds."""
+    """What a rank does with q, k, v and the gradient of the output, and which part of the sequence it holds.
 
-    attend: Attend
+    `apart`: by clock, what a step has taken that does not count.
+    """
+
+    step: Step
     shards: SequenceShards
     right: bool = True
+    apart: dict[str, float] = field(default_factory=dict)
 
 
 def sides(names: list[str], tokens: int, rank: int, world: int) -> dict[str, Side]:
-    """The sides called `names`: "alone", "deepspeed-ulysses", or a method with " contiguous" or " floor" behind it."""
+    """The sides called `names`: "alone", "deepspeed-ulysses", or a method with " contiguous", " floor" or " wire"."""
     if names == ["alone"]:
-        whole = SequenceShards.of(tokens, 1)
-        return {"alone": Side(lambda q, k, v: _sdpa(q, k, v), whole)}
+        return {"alone": Side(_both_ways(_sdpa), SequenceShards.of(tokens, 1))}
     mesh = Mesh.build(Layout(context_parallel_size=world).resolve(world), rank)
-    groups = ContextGroups.of(mesh)
-    quiet = Silent("cp", range(world), rank, None, Ledger())
-    silent = ContextGroups(quiet, quiet, quiet)
     found = {}
     for name in names:
         order = "contiguous" if "contiguous" in name or "deepspeed" in name else "zigzag"
         shards = SequenceShards.of(tokens, world, order)
         if name == "deepspeed-ulysses":
-            found[name] = Side(_deepspeed(), shards)
-            continue
-        method = registry.load("parallax.attention", name.split()[0])(silent if "floor" in name else groups)
-        found[name] = Side(_ours(method, shards), shards, right="floor" not in name)
+            found[name] = Side(_both_ways(_deepspeed()), shards)
+        else:
+            found[name] = _ours(name, shards, mesh["cp"])
     return found
+
+
+def _both_ways(attend: Attend) -> Step:
+    def step(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+        out = attend(q, k, v)
+        return out, *torch.autograd.grad(out, (q, k, v), grad)
+
+    return step
+
+
+def _ours(name: str, shards: SequenceShards, comm: AxisComm) -> Side:
+    kind = {"floor": Silent, "wire": Recorded}.get(name.split()[-1], AxisComm)
+    comm = kind(comm.axis, comm.ranks, comm.rank, comm.group, Ledger())
+    method = registry.load("parallax.attention", name.split()[0])(ContextGroups(comm, comm, comm))
+    spec = AttentionSpec()
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out: Tensor = method(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), spec, shards).transpose(1, 2)
+        return out
+
+    side = Side(_both_ways(attend), shards, right=kind is AxisComm)
+    if isinstance(comm, Silent):
+        comm.spent = side.apart
+    if isinstance(comm, Recorded):
+        side.step = _again(side.step, comm)
+    return side
+
+
+def _again(first: Step, comm: Recorded) -> Step:
+    """The messages of `first`, which is done once."""
+    comm.messages = []
+
+    def step(*tensors: Tensor) -> tuple[Tensor, ...]:
+        if not comm.messages:
+            return first(*tensors)
+        for message in comm.messages:
+            message().wait()
+        return ()
+
+    return step
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
-
-
-def _ours(method: Any, shards: SequenceShards) -> Attend:
-    spec = AttentionSpec()
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return method(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), spec, shards).transpose(1, 2)
-
-    return attend
 
 
 def _deepspeed() -> Attend:
@@ -136,31 +208,32 @@ def leaves(side: Side, sizes: dict[str, int], rank: int) -> list[Tensor]:
 def attention(names: list[str], sizes: dict[str, int], rounds: int, rank: int, world: int) -> dict[str, Any]:
     """Seconds, CPU seconds and memory of every side, in rounds; and numbers that must agree between them."""
     found = sides(names, sizes["tokens"], rank, world)
-    results: dict[str, Any] = {
-        name: {"seconds": [], "cpu": [], "work": [], "memory": 0, "check": None} for name in found
-    }
+    results: dict[str, Any] = {name: {clock: [] for clock in CLOCKS} | {"check": None} for name in found}
     for at in range(rounds + 1):  # the first is for warming up
         for name in list(found) if at % 2 else list(found)[::-1]:
             side, mine = found[name], results[name]
             before = forget_peak()
-            q, k, v, grad = leaves(side, sizes, rank)
+            tensors = leaves(side, sizes, rank)
+            side.apart.update(dict.fromkeys(CLOCKS, 0.0))
             if world > 1:
                 dist.barrier()
-            start, cpu, work = time.perf_counter(), time.thread_time(), time.process_time()
-            out = side.attend(q, k, v)
-            grads = torch.autograd.grad(out, (q, k, v), grad)
-            cpu, work = time.thread_time() - cpu, time.process_time() - work
+            start = now()
+            made = side.step(*tensors)
+            took = since(start)
             if world > 1:
                 dist.barrier()
+            took["seconds"] = since(start)["seconds"]
             if at:
-                mine["seconds"].append(time.perf_counter() - start)
-                mine["cpu"].append(cpu)
-                mine["work"].append(work)
+                for clock in CLOCKS:
+                    mine[clock].append(took[clock] - side.apart[clock])
             else:
                 mine["memory"] = peak() - before
             if side.right:
-                mine["check"] = [float((out.double() * grad).sum()), *(float(g.double().square().sum()) for g in grads)]
-            del q, k, v, grad, out, grads
+                out, *grads = made
+                squares = [float(g.double().square().sum()) for g in grads]
+                mine["check"] = [float((out.double() * tensors[3]).sum()), *squares]
+                del out, grads
+            del tensors, made
     return results
 
 

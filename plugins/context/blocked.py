@@ -53,17 +53,22 @@ class Blocked:
         for at in _heads(q):
             of = at[0], at[1] // group
             dk, dv = (x[of] for x in turned)
-            scaled, shares = q[at] * how.scale, (grad[at] * out[at]).sum(1)
-            queries, grads = _beside(scaled, lse[at].neg()), _beside(grad[at], shares.neg_())
-            keys, values = _beside(k[of]), _beside(v[of])
-            for rows, columns in _blocks(q.shape[2], k.shape[2], how.causal):
-                weights = product(queries[rows], keys[columns].t()).exp_()
-                if how.causal and columns.stop > rows.start + 1:
-                    weights.tril_(rows.start - columns.start)
-                add_product(dv[:, columns], grad[at][rows].t(), weights)
-                scores = product(grads[rows], values[columns].t()).mul_(weights)
-                add_product(dq[at][rows], scores, k[of][columns])
-                add_product(dk[:, columns], scaled[rows].t(), scores)
+            queries = _beside(q[at], lse[at].neg())
+            scaled = queries[:, :-1].mul_(how.scale)
+            grads = _beside(grad[at], (grad[at] * out[at]).sum(1).neg_())
+            for start in range(0, k.shape[2], COLUMNS):
+                block = slice(start, min(start + COLUMNS, k.shape[2]))
+                keys, values = _beside(k[of][block]), _beside(v[of][block])
+                for rows in _rows(start if how.causal else 0, q.shape[2], how.causal):
+                    seen = min(len(keys), rows.stop - start) if how.causal else len(keys)
+                    columns = slice(start, start + seen)
+                    weights = product(queries[rows], keys[:seen].t()).exp_()
+                    if how.causal and columns.stop > rows.start + 1:
+                        weights.tril_(rows.start - start)
+                    add_product(dv[:, columns], grad[at][rows].t(), weights)
+                    scores = product(grads[rows], values[:seen].t()).mul_(weights)
+                    add_product(dq[at][rows], scores, k[of][columns])
+                    add_product(dk[:, columns], scaled[rows].t(), scores)
         return dq.mul_(how.scale), turned[0].mT, turned[1].mT
 
 
@@ -87,15 +92,6 @@ def _beside(x: Tensor, column: Tensor | None = None) -> Tensor:
     if column is not None:
         wider[:, -1] = column
     return wider
-
-
-def _blocks(height: int, width: int, causal: bool) -> list[tuple[slice, slice]]:
-    """Rows and columns of the blocks that hold a score, those of the same columns one after the other."""
-    return [
-        (rows, slice(start, min(start + COLUMNS, rows.stop if causal else width)))
-        for start in range(0, width, COLUMNS)
-        for rows in _rows(start if causal else 0, height, causal)
-    ]
 
 
 def _attend(queries: Tensor, keys: Tensor, values: Tensor, above: Tensor | None, out: Tensor, lse: Tensor) -> None:

@@ -11,6 +11,7 @@ one message.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from math import gcd
 from typing import Any, cast
 
@@ -75,28 +76,33 @@ def _views(flat: Tensor, shapes: list[tuple[int, ...]], size: int) -> list[Tenso
     return [part.view(size, *shape) for part, shape in zip(flat.split(widths, 1), shapes, strict=True)]
 
 
-def _to_heads(tensors: list[Tensor], exchange: Exchange) -> list[Tensor]:
+def _swap(
+    tensors: Sequence[Tensor], shapes: list[tuple[int, ...]], put: Callable[[Tensor, Tensor], object], comm: AxisComm
+) -> list[Tensor]:
+    """What the group's ranks sent here; `put(tensor, view)` fills a view [size, *shape] of what is sent to them."""
+    numel = sum(x.numel() for x in tensors)
+    sent, got = (tensors[0].new_empty(comm.size, numel // comm.size) for _ in range(2))
+    for x, view in zip(tensors, _views(sent, shapes, comm.size), strict=True):
+        put(x, view)
+    comm.all_to_all_into(got, sent)
+    return _views(got, shapes, comm.size)
+
+
+def _to_heads(tensors: Sequence[Tensor], exchange: Exchange) -> list[Tensor]:
     """Sequence shards to head shards; every tensor's heads are a multiple of the group's size."""
-    size = exchange.comm.size
-    shapes = [(x.shape[0], x.shape[1] // size, *x.shape[2:]) for x in tensors]
-    numel = sum(x.numel() for x in tensors)
-    sent, got = (tensors[0].new_empty(size, numel // size) for _ in range(2))
-    for x, view in zip(tensors, _views(sent, shapes, size), strict=True):
-        view.copy_(x.unflatten(1, (size, -1)).transpose(0, 1))
-    exchange.comm.all_to_all_into(got, sent)
-    return [exchange.merge(view) for view in _views(got, shapes, size)]
+    comm = exchange.comm
+    shapes = [(x.shape[0], x.shape[1] // comm.size, *x.shape[2:]) for x in tensors]
+
+    def put(x: Tensor, view: Tensor) -> None:
+        view.copy_(x.unflatten(1, (comm.size, -1)).transpose(0, 1))
+
+    return [exchange.merge(view) for view in _swap(tensors, shapes, put, comm)]
 
 
-def _to_sequence(tensors: list[Tensor], exchange: Exchange) -> list[Tensor]:
-    """Head shards to sequence shards: the inverse of `_to_heads`."""
-    size = exchange.comm.size
+def _to_sequence(tensors: Sequence[Tensor], exchange: Exchange) -> list[Tensor]:
+    """Head shards to sequence shards: the inverse of `_to_heads`, as [batch, size, heads, local, dim]."""
     shapes = [(*x.shape[:2], exchange.local_rows, x.shape[-1]) for x in tensors]
-    numel = sum(x.numel() for x in tensors)
-    sent, got = (tensors[0].new_empty(size, numel // size) for _ in range(2))
-    for x, view in zip(tensors, _views(sent, shapes, size), strict=True):
-        exchange.split(x, view)
-    exchange.comm.all_to_all_into(got, sent)
-    return [view.transpose(0, 1).flatten(1, 2) for view in _views(got, shapes, size)]
+    return [view.transpose(0, 1) for view in _swap(tensors, shapes, exchange.split, exchange.comm)]
 
 
 class _ToHeads(Function):
@@ -114,22 +120,28 @@ class _ToHeads(Function):
     @once_differentiable
     def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
         exchange, copies = ctx.rest
-        dq, dk, dv = _to_sequence([dq, dk, dv], exchange)
+        dq, dk, dv = (x.flatten(1, 2) for x in _to_sequence([dq, dk, dv], exchange))
         if copies > 1:
             dk, dv = dk.unflatten(1, (-1, copies)).sum(2), dv.unflatten(1, (-1, copies)).sum(2)
         return dq, dk, dv, None
 
 
 class _ToSequence(Function):
+    """Into `whole` [batch, local, heads, dim], in place: its heads `at`, one run after another."""
+
     @staticmethod
-    def forward(ctx: Any, out: Tensor, exchange: Exchange) -> Tensor:
-        ctx.exchange = exchange
-        return _to_sequence([out], exchange)[0]
+    def forward(ctx: Any, whole: Tensor, out: Tensor, exchange: Exchange, at: slice) -> Tensor:
+        ctx.rest = exchange, at
+        ctx.mark_dirty(whole)
+        part = _to_sequence([out], exchange)[0]
+        whole[:, :, at].unflatten(2, part.shape[1:3]).copy_(part.permute(0, 3, 1, 2, 4))
+        return whole
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _to_heads([grad], ctx.exchange)[0], None
+        exchange, at = ctx.rest
+        return grad, _to_heads([grad[:, :, at].transpose(1, 2)], exchange)[0], None, None
 
 
 def to_heads(q: Tensor, k: Tensor, v: Tensor, exchange: Exchange) -> tuple[Tensor, Tensor, Tensor]:
@@ -137,6 +149,6 @@ def to_heads(q: Tensor, k: Tensor, v: Tensor, exchange: Exchange) -> tuple[Tenso
     return cast(tuple[Tensor, Tensor, Tensor], _ToHeads.apply(q, k, v, exchange))
 
 
-def to_sequence(out: Tensor, exchange: Exchange) -> Tensor:
-    """[batch, heads / size, rows, dim] -> [batch, heads, local, dim]."""
-    return cast(Tensor, _ToSequence.apply(out, exchange))
+def to_sequence(whole: Tensor, out: Tensor, exchange: Exchange, at: slice) -> Tensor:
+    """`whole` [batch, local, heads, dim], in place, with `out` [batch, heads / size, rows, dim] as its heads `at`."""
+    return cast(Tensor, _ToSequence.apply(whole, out, exchange, at))

@@ -13,8 +13,8 @@ a bytes per element of sums (4, or 8 for fp64), n steps of the ring, KV = b (s/c
 | ulysses | all-to-all of b (s/c) (h d + g' (d + e)) w and of b (s/c) h e w | the same |
 | hybrid | ulysses over the inner group, ring over the outer with h/u and g'/u heads and u s/c tokens | |
 
-A ring sends its bytes in as many runs of heads as `runs.count` says, with so many times the calls. g' is g times the
-replication over the exchanging group.
+A ring sends its bytes in as many runs of heads as `runs.count` says, an exchange in as many as `ulysses.runs` says,
+with so many times the calls. g' is g times the replication over the exchanging group.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from parallax.plugins.context.base import AttentionSpec, SequenceShards
 from parallax.plugins.context.exchange import replication
 from parallax.plugins.context.ring import steps_of
 from parallax.plugins.context.runs import count
+from parallax.plugins.context.ulysses import runs
 from parallax.strategies.comm import Traffic, wire_bytes
 
 METHODS = ("ring", "ulysses", "all_gather", "hybrid")
@@ -39,7 +40,7 @@ class AttentionShape:
     Attributes:
         batch, heads, kv_heads, dim, value_dim: as in `AttentionMethod.__call__`.
         element: bytes per element of q, k and v.
-        device, threads: see `runs.count`; they decide into how many messages a ring cuts its bytes.
+        device, threads: see `runs.count`; they decide into how many messages bytes are cut.
     """
 
     batch: int
@@ -71,9 +72,11 @@ def traffic(name: str, shape: AttentionShape, spec: AttentionSpec, shards: Seque
         return _exchange("cp", shape, shards, shards.size)
     if name != "hybrid":
         raise ValueError(f"no formula for attention {name!r}")
-    kv_heads = shape.kv_heads * replication(shape.kv_heads, inner) // inner
-    part = replace(shape, heads=shape.heads // inner, kv_heads=kv_heads)
-    return _exchange("cp_inner", shape, shards, inner) | _ring("cp_outer", part, spec, shards.grouped(inner))
+    kv_heads, number = shape.kv_heads * replication(shape.kv_heads, inner) // inner, _runs(shape, shards, inner)
+    part = replace(shape, heads=shape.heads // inner // number, kv_heads=kv_heads // number)
+    ring = _ring("cp_outer", part, spec, shards.grouped(inner))
+    times = {key: Traffic(number * t.calls, number * t.bytes) for key, t in ring.items()}
+    return _exchange("cp_inner", shape, shards, inner) | times
 
 
 def sent(calls: Calls, phase: str) -> int:
@@ -96,9 +99,9 @@ def _ring(axis: str, shape: AttentionShape, spec: AttentionSpec, shards: Sequenc
     if not hops:
         return {}
     heads = shape.batch * shape.heads
-    runs = count(keys * shape.element, heads, shape.kv_heads, shape.device, shape.threads)
-    forward = Traffic(runs * hops, hops * keys * shape.element)
-    backward = Traffic(runs * 2 * hops, hops * keys * (shape.element + shape.sum_element))
+    number = count(keys * shape.element, heads, shape.kv_heads, shape.device, shape.threads)
+    forward = Traffic(number * hops, hops * keys * shape.element)
+    backward = Traffic(number * 2 * hops, hops * keys * (shape.element + shape.sum_element))
     return {
         (axis, kind, phase): t
         for kind in ("send", "recv")
@@ -118,11 +121,18 @@ def _all_gather(shape: AttentionShape, shards: SequenceShards) -> Calls:
     }
 
 
+def _runs(shape: AttentionShape, shards: SequenceShards, size: int) -> int:
+    queries = shape.batch * shards.local_length * shape.heads * shape.dim
+    nbytes = (queries + _keys(shape, shards)) * shape.element
+    return runs(nbytes, (shape.batch, shape.heads), shape.kv_heads, size, shape.device, shape.threads)
+
+
 def _exchange(axis: str, shape: AttentionShape, shards: SequenceShards, size: int) -> Calls:
     if size == 1:
         return {}
     kv_heads = shape.kv_heads * replication(shape.kv_heads, size)
     there = shape.heads * shape.dim + kv_heads * (shape.dim + shape.value_dim)
     back = shape.heads * shape.value_dim
-    both = Traffic(2, shape.batch * shards.local_length * (there + back) * shape.element)
+    nbytes = shape.batch * shards.local_length * (there + back) * shape.element
+    both = Traffic(2 * _runs(shape, shards, size), nbytes)
     return {(axis, "all_to_all", "forward"): both, (axis, "all_to_all", "backward"): both}

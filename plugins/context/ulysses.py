@@ -5,16 +5,33 @@ it is DeepSpeed-Ulysses. It is not: the exchange (`exchange.py`) or the ring (`r
 
 The hybrid's rank g * inner + i exchanges with its run of `inner` neighbours; together they hold what rank g of a ring
 of size / inner ranks holds, in zigzag or contiguous order (`SequenceShards.grouped`).
+
+Heads go there and back in runs (`runs.py`), so that what is on its way stays small.
 """
 
 from __future__ import annotations
 
-from torch import Tensor
+from torch import Size, Tensor
 
 from parallax.plugins.context.base import AttentionMethod, AttentionSpec, ContextGroups, SequenceShards, check_spec
-from parallax.plugins.context.exchange import Exchange, to_heads, to_sequence
+from parallax.plugins.context.exchange import Exchange, replication, to_heads, to_sequence
 from parallax.plugins.context.ring import ring_attention
+from parallax.plugins.context.runs import count, cut
 from parallax.strategies.comm import AxisComm
+
+
+def runs(nbytes: int, heads: Size | tuple[int, int], kv_heads: int, size: int, device: str, threads: int) -> int:
+    """Into how many runs heads are cut: each has the same share of every rank's query heads and of its kv heads.
+
+    Args:
+        nbytes: of this rank's queries, keys and values.
+        heads: samples, and query heads of each.
+        kv_heads: of a sample, before they are replicated.
+        size: ranks that exchange.
+        device, threads: see `count`.
+    """
+    here = kv_heads * replication(kv_heads, size) // size
+    return count(nbytes, heads[0] * heads[1] // size, here, device, threads)
 
 
 class HybridAttention(AttentionMethod):
@@ -45,11 +62,19 @@ class HybridAttention(AttentionMethod):
         inner, ring = self.parts()
         if shards not in self._exchanges:
             self._exchanges = {shards: Exchange(inner, shards, ring.index)}
-        exchange, mine = self._exchanges[shards], q.shape[1] // inner.size
-        q, k, v = to_heads(q, k, v, exchange)
-        spec = spec.of_heads(inner.index * mine, (inner.index + 1) * mine)
-        out = ring_attention(q, k, v, spec, shards.grouped(inner.size), ring, self.groups.threads)
-        return to_sequence(out, exchange)
+        exchange, heads = self._exchanges[shards], q.shape[1]
+        nbytes = (q.numel() + k.numel() + v.numel()) * q.element_size()
+        number = runs(nbytes, q.shape[:2], k.shape[1], inner.size, q.device.type, self.groups.threads)
+        parts = zip(*(x.split(x.shape[1] // number, 1) for x in (q, k, v)), cut(heads, number), strict=True)
+        whole, each = q.new_empty(q.shape[0], q.shape[2], heads, v.shape[3]), heads // number // inner.size
+        for *run, at in parts:
+            start = at.start + inner.index * each
+            out = ring_attention(
+                *to_heads(*run, exchange), spec.of_heads(start, start + each), shards.grouped(inner.size), ring,
+                self.groups.threads,
+            )  # fmt: skip
+            whole = to_sequence(whole, out, exchange, at)
+        return whole.transpose(1, 2)
 
 
 class UlyssesAttention(HybridAttention):
