@@ -9,7 +9,8 @@ turn, in rounds; a ratio is the median over rounds of the ratio of that round, w
 one process on the whole sequence over the number of ranks that have a core. *floor* is the same method with its
 transfers left out; *wire* is these transfers alone: the same messages in the same order, nothing computed. *CPU* ratios
 are of processor seconds of all ranks, transfers included: on a busy machine, and with more ranks than cores, they say
-more than the clock. *memory* is what the largest rank's resident set grows by, over 1/ranks of what one process's does.
+more than the clock. *memory* is what the largest rank's resident set grows by, after a first pass, over 1/ranks of what
+one process's does.
 *balance* is the largest over the smallest CPU time of a rank, of the floor. Outputs and gradients of all sides must
 agree, or the numbers mean nothing. (torch's own `context_parallel` does not run on CPU in torch 2.13.)
 """
@@ -32,6 +33,7 @@ EAGER = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}
 """Makes the C library give memory back at once, so that a resident set is what is in use: slower, for memory alone."""
 SIDES = ["ring", "ring floor", "ring wire", "ulysses", "ulysses floor", "ulysses wire", "all_gather",
          "deepspeed-ulysses", "ring contiguous", "ring contiguous floor"]  # fmt: skip
+APART = ("floor", "wire")
 WHAT = ["attention", "decoder"]
 
 
@@ -44,7 +46,7 @@ def run(what: str, world: int, names: list[str], sizes: dict[str, int], rounds: 
 def both(what: str, world: int, names: list[str], sizes: dict[str, int], options: argparse.Namespace) -> dict[str, Any]:
     """Times from one launch, memory from another."""
     found = run(what, world, names, sizes, options.rounds, options.limit)
-    memory = run(what, world, [name for name in names if not name.endswith("wire")], sizes, 0, options.limit)
+    memory = run(what, world, [name for name in names if not name.endswith(APART)], sizes, 0, options.limit)
     for rank, held in zip(found["ranks"], memory["ranks"], strict=True):
         for name, side in held.items():
             rank[name]["memory"] = side["memory"]
@@ -61,7 +63,7 @@ def rows(alone: dict[str, Any], found: dict[str, Any], world: int, tokens: int) 
     }
     lines = []
     for name in ranks[0]:
-        if name.endswith(("floor", "wire")):
+        if name.endswith(APART):
             continue
         method = name.replace("deepspeed-", "")
         floor, wire, balance = f"{method} floor", f"{method} wire", ""
@@ -99,12 +101,12 @@ def gap(alone: dict[str, Any], found: dict[str, Any]) -> float:
     return worst
 
 
-def decoder_row(options: argparse.Namespace, tokens: int) -> tuple[str, dict[str, int]]:
+def decoder_row(options: argparse.Namespace, name: str, tokens: int) -> tuple[str, dict[str, int]]:
     """Memory of a whole decoder, with what each rank's resident set grows by on 1, 2 and 4 ranks."""
     sizes = {"tokens": tokens, "layers": 4, "width": 128}
-    found = {w: max(run("decoder", w, [], sizes, 0, options.limit)["ranks"]) for w in (1, *options.ranks)}
+    found = {w: max(run("decoder", w, [name], sizes, 0, options.limit)["ranks"]) for w in (1, *options.ranks)}
     parts = [f"{world}: {held / 1e6:.0f} MB ({held * world / found[1]:.2f})" for world, held in found.items()]
-    return f"decoder of 4 layers, {tokens} tokens, ring; ranks: memory (over 1/ranks): " + ", ".join(parts), {
+    return f"decoder of 4 layers, {tokens} tokens, {name}; ranks: memory (over 1/ranks): " + ", ".join(parts), {
         str(world): held for world, held in found.items()
     }
 
@@ -135,10 +137,12 @@ def main() -> int:
             print("\n".join(rows(alone, found, world, tokens)), flush=True)
             worst = max(worst, gap(alone, found))
             results.append({"sizes": sizes, "ranks": world, "alone": alone["ranks"], "found": found})
-    decoders = {}
-    for tokens in options.tokens if "decoder" in options.what else ():
-        line, decoders[str(tokens)] = decoder_row(options, tokens)
-        print(f"\n{line}", flush=True)
+    decoders: dict[str, dict[str, Any]] = {}
+    for name in ("ring", "ulysses") if "decoder" in options.what else ():
+        for tokens in options.tokens:
+            line, found = decoder_row(options, name, tokens)
+            decoders.setdefault(name, {})[str(tokens)] = found
+            print(f"\n{line}", flush=True)
     print(f"\nlargest disagreement: {worst:.1e}")
     if options.save:
         path = HERE / "results" / f"{date.today()}-context.json"

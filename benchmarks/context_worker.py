@@ -209,7 +209,7 @@ def attention(names: list[str], sizes: dict[str, int], rounds: int, rank: int, w
     """Seconds, CPU seconds and memory of every side, in rounds; and numbers that must agree between them."""
     found = sides(names, sizes["tokens"], rank, world)
     results: dict[str, Any] = {name: {clock: [] for clock in CLOCKS} | {"check": None} for name in found}
-    for at in range(rounds + 1):  # the first is for warming up
+    for at in range(max(rounds, 1) + 1):  # the first is for warming up
         for name in list(found) if at % 2 else list(found)[::-1]:
             side, mine = found[name], results[name]
             before = forget_peak()
@@ -222,12 +222,11 @@ def attention(names: list[str], sizes: dict[str, int], rounds: int, rank: int, w
             took = since(start)
             if world > 1:
                 dist.barrier()
-            took["seconds"] = since(start)["seconds"]
+            took["seconds"] = since(start)["seconds"]  # of the slowest rank
             if at:
                 for clock in CLOCKS:
                     mine[clock].append(took[clock] - side.apart[clock])
-            else:
-                mine["memory"] = peak() - before
+            mine["memory"] = peak() - before
             if side.right:
                 out, *grads = made
                 squares = [float(g.double().square().sum()) for g in grads]
@@ -237,7 +236,7 @@ def attention(names: list[str], sizes: dict[str, int], rounds: int, rank: int, w
     return results
 
 
-def decoder(sizes: dict[str, int], rank: int, world: int) -> int:
+def decoder(name: str, sizes: dict[str, int], rank: int, world: int) -> int:
     """Bytes that one forward and backward of a decoder adds to a rank that holds 1/world of the sequence."""
     work = Work(layers=sizes["layers"], dim=sizes["width"], heads=8, ffn=4 * sizes["width"], vocab=1024,
                 seq=sizes["tokens"], batch=1)  # fmt: skip
@@ -246,7 +245,7 @@ def decoder(sizes: dict[str, int], rank: int, world: int) -> int:
     method: Any = None
     if world > 1:
         groups = ContextGroups.of(Mesh.build(Layout(context_parallel_size=world).resolve(world), rank))
-        method = registry.load("parallax.attention", "ring")(groups)
+        method = registry.load("parallax.attention", name)(groups)
 
     def step(length: int) -> None:
         shards = SequenceShards.of(length, world)
@@ -286,13 +285,14 @@ def main(what: str, names: list[str], sizes: dict[str, int], rounds: int) -> Non
     world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     if world > 1:
         dist.init_process_group("gloo")
-    found: Any = decoder(sizes, rank, world) if what == "decoder" else attention(names, sizes, rounds, rank, world)
+    whole = what == "decoder"
+    found: Any = decoder(names[0], sizes, rank, world) if whole else attention(names, sizes, rounds, rank, world)
     everyone = [found]
     if world > 1:
         everyone = [None] * world
         dist.all_gather_object(everyone, found)
     if rank == 0:
-        payload = formulas(names, sizes, world) if names else {}
+        payload = {} if whole else formulas(names, sizes, world)
         print(MARK + json.dumps({"ranks": everyone, "payload": payload}), flush=True)
     if world > 1:
         dist.barrier()

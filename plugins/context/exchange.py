@@ -100,7 +100,7 @@ def _to_heads(tensors: Sequence[Tensor], exchange: Exchange) -> list[Tensor]:
 
 
 def _to_sequence(tensors: Sequence[Tensor], exchange: Exchange) -> list[Tensor]:
-    """Head shards to sequence shards: the inverse of `_to_heads`, as [batch, size, heads, local, dim]."""
+    """Head shards to sequence shards: the inverse of `_to_heads`, as views [batch, size, heads, local, dim]."""
     shapes = [(*x.shape[:2], exchange.local_rows, x.shape[-1]) for x in tensors]
     return [view.transpose(0, 1) for view in _swap(tensors, shapes, exchange.split, exchange.comm)]
 
@@ -120,7 +120,8 @@ class _ToHeads(Function):
     @once_differentiable
     def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
         exchange, copies = ctx.rest
-        dq, dk, dv = (x.flatten(1, 2) for x in _to_sequence([dq, dk, dv], exchange))
+        parts = _to_sequence([dq, dk, dv], exchange)
+        dq, dk, dv = (x.clone(memory_format=torch.contiguous_format).flatten(1, 2) for x in parts)  # each freed alone
         if copies > 1:
             dk, dv = dk.unflatten(1, (-1, copies)).sum(2), dv.unflatten(1, (-1, copies)).sum(2)
         return dq, dk, dv, None

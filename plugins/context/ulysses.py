@@ -65,9 +65,9 @@ class HybridAttention(AttentionMethod):
         exchange, heads = self._exchanges[shards], q.shape[1]
         nbytes = (q.numel() + k.numel() + v.numel()) * q.element_size()
         number = runs(nbytes, q.shape[:2], k.shape[1], inner.size, q.device.type, self.groups.threads)
-        parts = zip(*(x.split(x.shape[1] // number, 1) for x in (q, k, v)), cut(heads, number), strict=True)
+        taken = (x.split(x.shape[1] // number, 1) if number > 1 else (x,) for x in (q, k, v))
         whole, each = q.new_empty(q.shape[0], q.shape[2], heads, v.shape[3]), heads // number // inner.size
-        for *run, at in parts:
+        for *run, at in zip(*taken, cut(heads, number), strict=True):
             start = at.start + inner.index * each
             out = ring_attention(
                 *to_heads(*run, exchange), spec.of_heads(start, start + each), shards.grouped(inner.size), ring,
