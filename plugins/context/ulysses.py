@@ -67,11 +67,11 @@ class HybridAttention(AttentionMethod):
         number = runs(nbytes, q.shape[:2], k.shape[1], inner.size, q.device.type, self.groups.threads)
         taken = (x.split(x.shape[1] // number, 1) if number > 1 else (x,) for x in (q, k, v))
         whole, each = q.new_empty(q.shape[0], q.shape[2], heads, v.shape[3]), heads // number // inner.size
-        for *run, at in zip(*taken, cut(heads, number), strict=True):
+        for at, queries, keys, values in zip(cut(heads, number), *taken, strict=True):
             start = at.start + inner.index * each
             out = ring_attention(
-                *to_heads(*run, exchange), spec.of_heads(start, start + each), shards.grouped(inner.size), ring,
-                self.groups.threads,
+                *to_heads(queries, keys, values, exchange), spec.of_heads(start, start + each),
+                shards.grouped(inner.size), ring, self.groups.threads,
             )  # fmt: skip
             whole = to_sequence(whole, out, exchange, at)
         return whole.transpose(1, 2)
