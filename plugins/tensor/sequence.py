@@ -197,10 +197,9 @@ def install(model: nn.Module, trunk: Trunk, sequence: Sequence) -> None:
         for fqn in fqns:
             if fqn in modules and not is_foreign(modules[fqn]):
                 become(modules[fqn], sequence)
-    if trunk.experts:
-        for experts in (modules[fqn] for fqn in trunk.experts if fqn in modules):
-            experts.__dict__["real"] = sequence.real
-        _become_owner(modules[trunk.owner], sequence)
+    for experts in (modules[fqn] for fqn in trunk.experts if fqn in modules):
+        experts.__dict__["real"] = sequence.real
+    _become_owner(modules[trunk.owner], sequence)
     last = modules.get(trunk.exit or "")
     if trunk.exit and last is not None and not is_foreign(last):
         _become_exit(last, sequence)
@@ -277,14 +276,15 @@ def _become_exit(norm: nn.Module, sequence: Sequence) -> None:
 
 
 def _become_owner(owner: nn.Module, sequence: Sequence) -> None:
-    """Router logits that transformers' recorders have collected from shards leave the model whole."""
+    """What transformers' recorders have collected from shards, on request, leaves the model whole."""
     cls: Any = type(owner)
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         out = cls.__call__(self, *args, **kwargs)
-        logits = getattr(out, "router_logits", None)
-        if isinstance(logits, tuple):
-            out.router_logits = tuple(map(sequence.recorded, logits))
+        for name in ("hidden_states", "router_logits"):
+            collected = getattr(out, name, None)
+            if isinstance(collected, tuple):
+                setattr(out, name, tuple(map(sequence.recorded, collected)))
         return out
 
     swap(owner, __call__=call)

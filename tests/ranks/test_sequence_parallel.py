@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from parallax.strategies.comm import wire_bytes
@@ -113,6 +114,30 @@ def _chunked(rank: int, world: int) -> dict[bool, Counts]:
         counts[sequence] = _counts(mesh)
         _compare(model, reference, plugin, mesh)
     return counts
+
+
+def _hidden_states(rank: int, world: int) -> None:
+    for name in ("llama", "gpt2"):
+        reference, model, ids = build(name), build(name), token_ids()[:1]
+        plugin, mesh = _cut(model, rank, world, sequence=True)
+        losses = []
+        for each in (reference, model):
+            out = each(input_ids=ids, output_hidden_states=True)
+            losses.append(F.cross_entropy(out.logits[0, :-1], ids[0, 1:]))
+            for i, state in enumerate(out.hidden_states):
+                losses[-1] = losses[-1] + (i + 1) * (state**2).mean()
+            losses[-1].backward()
+        plugin.finalize_grads(model, mesh=mesh)
+        torch.testing.assert_close(losses[1], losses[0], rtol=1e-10, atol=0)
+        found = _whole_grads(model, plugin, mesh)
+        for fqn, param in reference.named_parameters():
+            if param.grad is not None:
+                torch.testing.assert_close(found[fqn], param.grad, rtol=1e-10, atol=1e-10)
+
+
+def test_hidden_states_of_every_layer_leave_the_model_whole() -> None:
+    """A loss of all of them, of padded shards: its value and every gradient."""
+    run_ranks(2, _hidden_states)
 
 
 def test_products_in_pieces_send_the_same_bytes_in_more_messages() -> None:
