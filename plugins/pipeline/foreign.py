@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any
 
 import torch
@@ -117,22 +118,21 @@ def sums_refused(modules: Sequence[nn.Module]) -> Iterator[None]:
     on weights, and would get this stage's part of it.
     """
 
-    def guarded(module: nn.Module) -> Callable[..., Iterator[tuple[str, nn.Parameter]]]:
-        def named_parameters(prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Any:
-            for at, entry in enumerate(type(module).named_parameters(module, prefix, recurse, remove_duplicate)):
-                if at and recurse:
-                    raise ValueError(
-                        f"the step goes through the parameters of {type(module).__name__}, of which this pipeline "
-                        f"stage holds a part: a penalty or a norm would be that of the part. Use the optimizer's "
-                        f"weight_decay for a penalty, trainer.strategy.last_step.grad_norm for the gradients' norm, or "
-                        f"pipeline_parallel_size=1"
-                    )
-                yield entry
-
-        return named_parameters
+    def named_parameters(
+        self: nn.Module, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        for at, entry in enumerate(type(self).named_parameters(self, prefix, recurse, remove_duplicate)):
+            if at and recurse:
+                raise ValueError(
+                    f"the step goes through the parameters of {type(self).__name__}, of which this pipeline stage "
+                    f"holds a part: a penalty or a norm would be that of the part. Use the optimizer's weight_decay for a "
+                    f"penalty, trainer.strategy.last_step.grad_norm for the gradients' norm, or "
+                    f"pipeline_parallel_size=1"
+                )
+            yield entry
 
     for module in modules:
-        vars(module)["named_parameters"] = guarded(module)
+        vars(module)["named_parameters"] = MethodType(named_parameters, module)  # torch.compile wants a method
     try:
         yield
     finally:
