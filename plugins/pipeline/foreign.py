@@ -125,8 +125,8 @@ def sums_refused(modules: Sequence[nn.Module]) -> Iterator[None]:
             if at and recurse:
                 raise ValueError(
                     f"the step goes through the parameters of {type(self).__name__}, of which this pipeline stage "
-                    f"holds a part: a penalty or a norm would be that of the part. Use the optimizer's weight_decay for "
-                    f"a penalty, trainer.strategy.last_step.grad_norm for the gradients' norm, or "
+                    f"holds a part: a penalty or a norm would be that of the part. Use the optimizer's weight_decay "
+                    f"for a penalty, trainer.strategy.last_step.grad_norm for the gradients' norm, or "
                     f"pipeline_parallel_size=1"
                 )
             yield entry
