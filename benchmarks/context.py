@@ -7,10 +7,10 @@
 One causal attention, forward and backward, fp32, one thread a process. All sides of a row run in the same processes, in
 turn, in rounds; a ratio is the median over rounds of the ratio of that round, with its extremes. *ideal* is the step of
 one process on the whole sequence over the number of ranks that have a core. *floor* is the same method with its
-transfers left out; *wire* is these transfers alone: the same messages in the same order, nothing computed. *CPU* ratios
-are of processor seconds of all ranks, transfers included: on a busy machine, and with more ranks than cores, they say
-more than the clock. *memory* is what the largest rank's resident set grows by, after a first pass, over 1/ranks of what
-one process's does.
+transfers left out; *floor+wire* is the floor and, sent meanwhile by a thread of its own, the same messages in order,
+neither waiting for the other. *CPU* ratios are of processor seconds of all ranks, with transfers: on a busy machine,
+and with more ranks than cores, they say more than the clock. *memory* is what the largest rank's resident set grows by,
+after a first pass, over 1/ranks of what one process's does.
 *balance* is the largest over the smallest CPU time of a rank, of the floor. Outputs and gradients of all sides must
 agree, or the numbers mean nothing. (torch's own `context_parallel` does not run on CPU in torch 2.13.)
 """
@@ -31,9 +31,9 @@ from step_time import hardware, launch, ratio, spread
 HERE = Path(__file__).resolve().parent
 EAGER = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}
 """Makes the C library give memory back at once, so that a resident set is what is in use: slower, for memory alone."""
-SIDES = ["ring", "ring floor", "ring wire", "ulysses", "ulysses floor", "ulysses wire", "all_gather",
+SIDES = ["ring", "ring floor", "ring floor+wire", "ulysses", "ulysses floor", "ulysses floor+wire", "all_gather",
          "deepspeed-ulysses", "ring contiguous", "ring contiguous floor"]  # fmt: skip
-APART = ("floor", "wire")
+APART = ("floor", "floor+wire")
 WHAT = ["attention", "decoder"]
 
 
@@ -66,14 +66,13 @@ def rows(alone: dict[str, Any], found: dict[str, Any], world: int, tokens: int) 
         if name.endswith(APART):
             continue
         method = name.replace("deepspeed-", "")
-        floor, wire, balance = f"{method} floor", f"{method} wire", ""
+        floor, balance = f"{method} floor", ""
         ratios = {over: ["", ""] for over in ("floor", "both", "peer")}
         for at, by in enumerate(clocks.values()):
             ratios["peer"][at] = ratio(by[name], by["deepspeed-ulysses"])
-            if floor in by:
-                ratios["floor"][at] = ratio(by[name], by[floor])
-            if floor in by and wire in by:
-                ratios["both"][at] = ratio(by[name], _added([by[floor], by[wire]]))
+            for over, side in (("floor", floor), ("both", f"{floor}+wire")):
+                if side in by:
+                    ratios[over][at] = ratio(by[name], by[side])
         if floor in ranks[0]:
             cpu = [statistics.median(rank[floor]["cpu"]) for rank in ranks]
             balance = f"{max(cpu) / min(cpu):.2f}"

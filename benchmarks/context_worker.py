@@ -2,7 +2,8 @@
 
 A side attends to one causal sequence, forward and backward. The floor is a method with its transfers left out: the same
 kernels on blocks of the same size, whose contents are not the right ones. The wire is what the floor leaves out: the
-messages of a method, from and to the memory that it used, and nothing else.
+messages of a method, from and to the memory that it used, sent by a thread of their own while the floor computes, so
+that neither waits for the other.
 
 Started with python (one process) or torchrun.
 """
@@ -17,6 +18,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from threading import Thread
 from typing import Any
 
 import torch
@@ -112,7 +114,7 @@ class Side:
 
 
 def sides(names: list[str], tokens: int, rank: int, world: int) -> dict[str, Side]:
-    """The sides called `names`: "alone", "deepspeed-ulysses", or a method with " contiguous", " floor" or " wire"."""
+    """The sides called `names`: "alone", "deepspeed-ulysses", or a method, " contiguous", " floor", " floor+wire"."""
     if names == ["alone"]:
         return {"alone": Side(_both_ways(_sdpa), SequenceShards.of(tokens, 1))}
     mesh = Mesh.build(Layout(context_parallel_size=world).resolve(world), rank)
@@ -136,9 +138,16 @@ def _both_ways(attend: Attend) -> Step:
 
 
 def _ours(name: str, shards: SequenceShards, comm: AxisComm) -> Side:
-    kind = {"floor": Silent, "wire": Recorded}.get(name.split()[-1], AxisComm)
+    method, last = name.split()[0], name.split()[-1]
+    if last != "floor+wire":
+        return _with(Silent if last == "floor" else AxisComm, method, shards, comm)
+    floor, wire = _with(Silent, method, shards, comm), _with(Recorded, method, shards, comm)
+    return Side(_at_once(floor.step, wire.step), shards, right=False, apart=floor.apart)
+
+
+def _with(kind: type[AxisComm], name: str, shards: SequenceShards, comm: AxisComm) -> Side:
     comm = kind(comm.axis, comm.ranks, comm.rank, comm.group, Ledger())
-    method = registry.load("parallax.attention", name.split()[0])(ContextGroups(comm, comm, comm))
+    method = registry.load("parallax.attention", name)(ContextGroups(comm, comm, comm))
     spec = AttentionSpec()
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -163,6 +172,17 @@ def _again(first: Step, comm: Recorded) -> Step:
         for message in comm.messages:
             message().wait()
         return ()
+
+    return step
+
+
+def _at_once(floor: Step, wire: Step) -> Step:
+    def step(*tensors: Tensor) -> tuple[Tensor, ...]:
+        sender = Thread(target=wire, args=tensors)
+        sender.start()
+        made = floor(*tensors)
+        sender.join()
+        return made
 
     return step
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-MESSAGE = {"cpu": 2 << 20}
+MESSAGE = {"cpu": 4 << 20}
 GPU_MESSAGE = 16 << 20
 """Fewest bytes of keys and values worth a message: measured on a CPU with gloo; on a GPU, where it was not, a run then
 has blocks of queries for every processor."""
