@@ -14,7 +14,6 @@ import json
 import os
 import re
 import sys
-import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -24,14 +23,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from context_groups import CLOCKS, Recorded, Silent, now, since
 from torch import Tensor
 from work import Work, build, global_batch, rotate
 
 from parallax.plugins import registry
 from parallax.plugins.context.base import AttentionSpec, ContextGroups, SequenceShards
 from parallax.plugins.context.traffic import AttentionShape, traffic
-from parallax.strategies.comm import AxisComm, Ledger, named_work
-from parallax.strategies.comm import Work as InFlight
+from parallax.strategies.comm import AxisComm, Ledger
 from parallax.strategies.layout import Layout
 from parallax.strategies.mesh import Mesh
 
@@ -40,64 +39,6 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """q, k, v [batch, local, heads, dim] -> out, likewise: as projections give them."""
 Step = Callable[..., tuple[Tensor, ...]]
 """q, k, v and the gradient of the output -> out, dq, dk, dv; or nothing."""
-
-
-CLOCKS = {"seconds": time.perf_counter, "cpu": time.thread_time, "work": time.process_time}
-"""The wall's; processor seconds of the computing thread; those of the process, and so of its transfers."""
-
-
-class Silent(AxisComm):
-    """A group whose calls send nothing; what they fill is copied from what they would send, since kernels take longer
-    for what memory happens to hold (no numbers, or tiny ones). `spent`: what that took, by clock."""
-
-    spent: dict[str, float]
-
-    def _fill(self, out: Tensor, tensor: Tensor) -> None:
-        start = now()
-        out.view(-1).copy_(tensor.view(-1))
-        for name, took in since(start).items():
-            self.spent[name] += took
-
-    def shift(self, send: Tensor, recv: Tensor, distance: int = 1, tag: int = 0) -> InFlight:
-        self._fill(recv, send)
-        return named_work(_Done(), self, "shift")
-
-    def all_to_all_into(self, out: Tensor, tensor: Tensor, *_: Any, **__: Any) -> InFlight:
-        self._fill(out, tensor)
-        return named_work(_Done(), self, "all_to_all")
-
-
-class Recorded(AxisComm):
-    """A group that keeps the messages of its calls, to send them again."""
-
-    messages: list[Callable[[], InFlight]]
-
-    def shift(self, *how: Any, **options: Any) -> InFlight:
-        self.messages.append(lambda: super(Recorded, self).shift(*how, **options))
-        return self.messages[-1]()
-
-    def all_to_all_into(self, out: Tensor, tensor: Tensor, *_: Any, **__: Any) -> InFlight:
-        self.messages.append(lambda: super(Recorded, self).all_to_all_into(out, tensor, async_op=True))
-        work = self.messages[-1]()
-        work.wait()
-        return work
-
-
-def now() -> dict[str, float]:
-    """What every clock says."""
-    return {name: clock() for name, clock in CLOCKS.items()}
-
-
-def since(start: dict[str, float]) -> dict[str, float]:
-    """What has passed by every clock."""
-    return {name: at - start[name] for name, at in now().items()}
-
-
-class _Done:
-    def wait(self) -> None: ...
-
-    def is_completed(self) -> bool:
-        return True
 
 
 @dataclass
